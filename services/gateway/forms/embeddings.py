@@ -1,7 +1,7 @@
-"""Embeddings in requests: `image_embeds` as vLLM spells it.
+"""Embeddings in requests: vLLM's content part `image_embeds`.
 
-The tensor is base64 of an .npy or a safetensors file, or a `media:` URL of one that was uploaded.
-What `torch.save` writes is a pickle and is not read.
+The tensor is the base64 of an .npy or a safetensors file, or the `media:` URL of such a file that
+was uploaded. A file that `torch.save` has written is a pickle and is refused.
 """
 
 from typing import Annotated
@@ -22,8 +22,8 @@ _Row = Annotated[list[_Patches], Meta(max_length=3)]
 
 class ImageEmbeds(Struct, forbid_unknown_fields=True):
     """The tensor `[tokens, hidden * (1 + DeepStack levels)]` and its grid (t, h, w) in patches
-    before merging: numbers, or base64 of a file of integers. With several grids the tensor holds
-    the embeddings of as many images, one after the other.
+    before merging. The grid is given as numbers, or as the base64 of a file of integers. If there
+    are several grids, the tensor contains the embeddings of as many images, in order.
     """
 
     image_embeds: Annotated[str, Meta(min_length=1)]
@@ -31,18 +31,18 @@ class ImageEmbeds(Struct, forbid_unknown_fields=True):
 
 
 class ImageEmbedsPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_embeds"):
-    """vLLM's part."""
+    """vLLM's content part for embeddings."""
 
     image_embeds: ImageEmbeds | str
 
     def source(self, path: str) -> tuple[str, list[Grid]]:
-        """The URL of the tensor's file, and the grid of each image in it.
+        """Returns the URL of the tensor's file, and the grid of each image in the tensor.
 
         Args:
-            path: path of the part.
+            path: path of the part in the request, for errors.
 
         Raises:
-            InvalidRequest: there is none, or it is malformed.
+            InvalidRequest: the grid is missing or malformed.
         """
         if isinstance(self.image_embeds, str):
             raise InvalidRequest(
@@ -80,7 +80,11 @@ def _read_grids(given: list[int | list[int]] | str) -> list[Grid]:
 
 
 def _read_file(text: str) -> list[list[int]]:
-    """The rows of base64 of a file of integers, which has the shape [3] or [images, 3]."""
+    """Returns the rows of a file of integers with the shape [3] or [images, 3].
+
+    Args:
+        text: base64 of the file.
+    """
     if len(text) > _MAX_GRID_CHARACTERS:
         raise InvalidRequest(f"grids have at most {_MAX_GRID_CHARACTERS} characters")
     try:

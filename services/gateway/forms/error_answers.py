@@ -49,13 +49,15 @@ class MessagesErrorAnswer(Struct, tag_field="type", tag="error"):
 
 
 def error_body(message: str, *, kind: str, code: str, param: str | None = None) -> ErrorAnswer:
-    """OpenAI's error shape. Anything that looks like a memory address is masked."""
+    """Returns an error in OpenAI's shape. Texts that look like memory addresses are masked."""
     param = None if param is None else _ADDRESS.sub("0x...", param)
     return ErrorAnswer(ErrorDetail(_ADDRESS.sub("0x...", message), kind, param, code))
 
 
 def error_of(error: TriptychError) -> ErrorAnswer:
-    """`error_body` of one of our errors; a message that does not name the field begins with it."""
+    """Returns an exception in OpenAI's shape. The field is put before a message that does not name
+    the field.
+    """
     message, param = error.message, error.param
     if param is not None and not re.search(rf"(?<!\w){re.escape(param)}(?!\w)", message):
         message = f"{param}: {message}"
@@ -63,10 +65,10 @@ def error_of(error: TriptychError) -> ErrorAnswer:
 
 
 def messages_error(status: int, body: ErrorAnswer) -> MessagesErrorAnswer:
-    """The same in Anthropic's shape."""
+    """Converts an error from OpenAI's to Anthropic's shape."""
     kind = _ANTHROPIC_TYPES.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "api_error")
     message, code = body.error.message, body.error.code
-    if code == InvalidImage.code:  # the words by which Claude Code goes on without the image
+    if code == InvalidImage.code:  # Claude Code continues without the image at this text.
         message = f"Could not process image: {message}"
     return MessagesErrorAnswer(MessagesErrorDetail(kind, message, {"error_code": code}))

@@ -1,9 +1,9 @@
-"""Histories of other servers: the one table of what their items, parts and messages are read as.
+"""Conversion of items, parts and messages from other servers to types that are served.
 
-A conversation that another server answered holds calls of that server's tools in shapes of their
-own, refusals, and fields of older APIs. The user cannot change them, so each is read as what a chat
-template knows: a call of a function, the result of a call, or text. `ignored` applies the table to
-a body that does not fit its type, before the body is checked; docs/fields.md shows the table.
+A conversation that began on another server may contain calls of the server's own tools, refusals,
+and fields of older APIs. The user cannot change the history, so each element is read as an element
+that chat templates know: a call of a function, the result of a call, or text. `ignored` applies the
+table to a body that does not fit its type, before the body is checked; docs/fields.md shows it.
 Elements that a template cannot show at all are left out by `hints.LEFT_OUT`.
 """
 
@@ -26,9 +26,8 @@ class Reading:
         lists: places of the lists, as `Struct.field`.
         types: types of the elements.
         becomes: description of the result, for the documentation.
-        read: function that makes the element that is served from the element that came and from
-            its path. Returns None if the element has no text. Raises InvalidRequest if it is
-            malformed.
+        read: function that converts an element, given the element and its path. The result is None
+            if the element has no text. A malformed element raises InvalidRequest.
     """
 
     lists: Sequence[str]
@@ -55,7 +54,7 @@ def _needed(item: Object, name: str, kind: type[Any], path: str) -> Any:  # noqa
 
 
 def _call_id(item: Object, path: str) -> str:
-    """The id of a call. An output of a local shell has the call's id as its own `id`."""
+    """Returns the id of a call. An output of a local shell has the call's id as its own `id`."""
     if isinstance(found := item.get("id"), str) and item.get("call_id") is None:
         return found
     return _needed(item, "call_id", str, path)
@@ -124,7 +123,7 @@ def _output_text(part: Object, path: str) -> Object:
 
 
 def _custom_call(call: Object, path: str) -> Object:
-    """The chat API's call of a custom tool, whose input is free text."""
+    """Converts the chat API's call of a custom tool, whose input is free text."""
     custom = cast("Object", _needed(call, "custom", dict, path))
     arguments = _text({"input": custom.get("input")})
     function = {"name": custom.get("name"), "arguments": arguments}
@@ -138,7 +137,9 @@ def _browser_state(block: Object, path: str) -> Object:
 
 
 def _compaction(block: Object, _: str) -> Object | None:
-    """The summary that Anthropic's server made of earlier turns, if it is not encrypted."""
+    """Returns a text block with the summary that Anthropic's server made of earlier turns. None if
+    the summary is encrypted or empty.
+    """
     summary = block.get("content")
     return {"type": "text", "text": summary} if isinstance(summary, str) and summary else None
 
@@ -204,8 +205,8 @@ def read_message(message: Object) -> None:
 
     - The role `function`, and an assistant's `function_call`, of the API before tools: the result
       of a tool call and the call, with the function's name in the call's id.
-    - `refusal` of an assistant: its text, after any other.
-    - The transcript in `audio` of an assistant: its text if it has no other text.
+    - `refusal` of an assistant: text after the message's content.
+    - The transcript in `audio` of an assistant: the text of a message without content.
     """
     role = message.get("role")
     if role == "function" and isinstance(name := message.get("name"), str):

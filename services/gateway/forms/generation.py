@@ -1,7 +1,7 @@
-"""Fields of a request that say how its answers are generated: of chat and of text completions.
+"""Fields of chat, text completion and Responses requests that control generation.
 
-It knows no model: what depends on the model is checked by `sampling`. All errors are
-`InvalidRequest`; `param` names the field.
+The checks in this module do not depend on the model; `sampling` makes the checks that do. All
+errors are `InvalidRequest`, and `param` names the field.
 """
 
 import re
@@ -58,7 +58,7 @@ class JsonObjectFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True):
-    """OpenAI's wrapper. The answer validates whether or not it is `strict`."""
+    """OpenAI's wrapper of a schema. The answer fits the schema even if `strict` is not true."""
 
     name: Annotated[str, Meta(max_length=MAX_NAME_LENGTH)] | None = None
     description: str | None = None
@@ -78,7 +78,9 @@ class JsonSchemaFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
-    """vLLM's spelling; one of them. `json` is a schema, or the JSON text of one."""
+    """vLLM's constraints on the answer. A request has one of the fields. `json` is a schema or the
+    JSON text of a schema.
+    """
 
     json: Raw | UnsetType = UNSET
     json_object: bool | None = None
@@ -91,7 +93,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Inherited by chat, text completions and responses."""
+    """The fields that requests for chat, text completions and Responses share."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -114,7 +116,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationFields(SamplingFields, kw_only=True):
-    """Inherited by chat and text completions."""
+    """The fields that requests for chat and text completions share."""
 
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     allowed_token_ids: _AllowedIds | None = None
@@ -145,7 +147,7 @@ class GenerationFields(SamplingFields, kw_only=True):
 
 
 def check_generation(request: GenerationFields) -> None:
-    """Raises InvalidRequest for what a field's type does not say; `param` names the field."""
+    """Raises InvalidRequest for faults that the fields' types allow. `param` names the field."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     if request.stream and request.prompt_logprobs is not None:

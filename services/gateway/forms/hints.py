@@ -1,28 +1,30 @@
-"""Fields that change no answer: the one table of them.
+"""The table of fields that change no answer.
 
-A field that is not served is taken out of a request and named in the response's header if it is
-null, empty, or has a value that this table names; any other is refused by its name. `ignored`
-judges bodies by the table; docs/fields.md shows it (scripts/reference.py).
+A field that is not served is removed from a request if the field is null, is empty, or has a value
+that this table lists. The response names the removed fields in a header. A field with any other
+value is refused by its name. `ignored` applies the table, and docs/fields.md shows it.
 
-A field belongs here only if an answer without it is a right answer.
+A field belongs into the table only if an answer that ignores the field is a right answer.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Of fields and types of elements.
+# In place of values of a field, or of types of elements: all of them.
 ANY = None
 Values = tuple[object, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """Fields of some objects.
+    """Fields of some objects that change no answer.
 
     Attributes:
-        objects: the structs of `forms` by name.
-        fields: by name: the values that are taken beside null and empty ones, or `ANY`.
-        why: they change no answer.
+        objects: names of structs in `forms`.
+        fields: name of a field -> values that are ignored besides null and empty values. `ANY` if
+            every value is ignored.
+        why: reason why the fields change no answer, as a verb and its object, for the
+            documentation.
     """
 
     objects: Sequence[str]
@@ -150,9 +152,11 @@ class Elements:
     """Elements of a list that are left out, by their `type`.
 
     Attributes:
-        lists: `Struct.field`.
-        types: of them; a list has no others than those it takes.
-        but: those that stay, where `types` is `ANY`; None: without a type.
+        lists: places of the lists, as `Struct.field`.
+        why: description of the elements, for the documentation.
+        types: types of the elements that are left out. `ANY` if only the types in `but` stay.
+        but: types of the elements that stay if `types` is `ANY`. The entry None stands for elements
+            without a type.
     """
 
     lists: Sequence[str]

@@ -1,8 +1,11 @@
-"""What a request's body holds beside what is served: judged by `hints`, taken out and named; and
-what `foreign_history` reads as something that is served.
+"""Removal of fields and elements that change no answer from the body of a request.
 
-`Parser` calls `Ignored.without` for a body that does not fit its type, so a request without
-such fields pays nothing for it. The body is walked along the type once, whatever it holds.
+The table in `hints` says which fields and elements are removed; the response names them in a
+header. Elements that another server wrote into the conversation are replaced by elements of
+served types, by the table in `foreign_history`.
+
+`Parser` calls `Ignored.without` only for a body that does not fit its type, so a request without
+such fields costs no extra time. The body is walked once, along the type.
 """
 
 import re
@@ -28,7 +31,13 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """A struct: its fields, with the shapes of those that hold further structs."""
+    """A struct.
+
+    Attributes:
+        name: name of the struct's class.
+        fields: field name -> shape of the field's type. None if the type contains no objects.
+        tag_field: name of the field that holds the struct's tag. None if the struct has no tag.
+    """
 
     name: str
     fields: Mapping[str, "_Shape | None"]
@@ -37,10 +46,15 @@ class _Object:
 
 @dataclass(slots=True)
 class _Shape:
-    """Where a type has structs: the value itself, by tag (None: without one), or its elements.
+    """The structs that a value of a type may contain: the value itself or its elements.
 
     Attributes:
-        is_map: whether the value may be an object and may not be a list.
+        is_map: true if the value may be an object and may not be a list.
+        objects: tag -> struct that the value may be. The key of a struct without a tag is None.
+        tag_field: name of the field that holds the tag.
+        items: shape of the elements of a list. None if the value may not be a list.
+        elements: elements that are left out of a list. None if every element stays.
+        readings: type of an element -> reading that replaces the element.
     """
 
     is_map: bool = False
@@ -89,7 +103,7 @@ def _has_structs(shape: _Shape | None) -> bool:
 
 
 def _members(info: inspect.Type) -> Iterator[inspect.Type]:
-    """Of a union; else the type itself. Without annotations."""
+    """Yields the members of a union without their annotations. Any other type is its own member."""
     if isinstance(info, inspect.Metadata):
         yield from _members(info.type)
     elif isinstance(info, inspect.UnionType):
@@ -100,11 +114,16 @@ def _members(info: inspect.Type) -> Iterator[inspect.Type]:
 
 
 class Ignored:
-    """What was taken out of one request's body.
+    """The fields and elements that were removed from the body of a request.
+
+    Args:
+        all_unknown: true if every unknown field is removed. By default, an unknown field is removed
+            only if it is null or empty.
 
     Attributes:
-        names: paths without indices, in the order of the body, and what metrics call them.
-        paths: paths of elements -> the client's, where elements before them were taken out.
+        names: path without indices -> name in metrics, in the order of the body.
+        paths: path of an element after the removal -> its path in the client's body. Only elements
+            that moved have an entry.
     """
 
     def __init__(self, *, all_unknown: bool = False) -> None:
@@ -122,10 +141,19 @@ class Ignored:
         return HEADER, ", ".join(self.names).encode("latin-1")
 
     def without(self, kind: object, body: bytes | bytearray) -> bytes | None:
-        """A body's JSON without what changes no answer, with histories of other servers in the
-        shapes that are served, with `1` for `1.0`, as programs without whole numbers write them,
-        and with `{}` for `[]` where no list may stand, as PHP writes empty objects; None: its
-        type's error stands.
+        """Returns a body's JSON without the fields and elements that change no answer.
+
+        Three more kinds of values are converted to values that are served: elements from other
+        servers, `1.0` to `1` (some languages have no integers), and `[]` to `{}` where no list is
+        allowed (PHP writes empty objects like this).
+
+        Args:
+            kind: type of the body.
+            body: JSON that does not fit the type.
+
+        Returns:
+            The new JSON. None if the body has a number out of range. The type's own error
+            stands then.
 
         Raises:
             InvalidRequest: a field that is not served has a value that would change the answer.
@@ -133,7 +161,7 @@ class Ignored:
         """
         try:
             value = msgspec.json.decode(body)
-        except msgspec.ValidationError:  # a number out of range, which the type's error names
+        except msgspec.ValidationError:  # A number is out of range; the type's error names it.
             return None
         self._walk(value, _shape(kind), "", "")
         return msgspec.json.encode(value)
@@ -175,7 +203,7 @@ class Ignored:
             taken = hints.get(key, _MISSING)
             if taken is _MISSING:
                 if not (is_empty or self._all_unknown):
-                    continue  # refused as unknown
+                    continue  # The second parse refuses the field as unknown.
             elif taken is not None and not is_empty and value not in cast("tuple[Any]", taken):
                 raise _refusal(key, cast("tuple[Any]", taken), below)
             del members[key]
@@ -198,7 +226,7 @@ class Ignored:
 
 
 def _read(values: list[object], readings: Mapping[str, Reading], path: str) -> None:
-    """Puts what the elements of a list are read as in their places."""
+    """Replaces elements of a list by the elements that they are read as, in place."""
     for index, value in enumerate(values):
         if not isinstance(value, dict):
             continue
@@ -215,5 +243,5 @@ def _refusal(key: str, taken: tuple[Any, ...], path: str) -> InvalidRequest:
 
 
 def _safe(name: str) -> str:
-    """A name that can be in a header."""
+    """Returns a name with the characters and the length that a header allows."""
     return _UNSAFE.sub("?", name[:_MAX_NAME_LENGTH])

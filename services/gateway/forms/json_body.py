@@ -1,7 +1,7 @@
-"""JSON bodies of requests: how long they may be, and how they become the types that check them.
+"""Parser for the JSON bodies of requests, with limits on their size.
 
-Every endpoint's types are msgspec structs; a body that does not fit is an `InvalidRequest` whose
-`param` is the path of the field, such as `messages[0].content[1].text`.
+The request types of every endpoint are msgspec structs. A body that does not fit its type is an
+`InvalidRequest` whose `param` is the path of the field, such as `messages[0].content[1].text`.
 """
 
 import re
@@ -21,25 +21,25 @@ Body = bytes | bytearray
 _NO_JSON = "the body is not valid JSON"
 _WHERE = re.compile(r" - at (?:`key` in )?`\$(?:\.)?(.*)`$", re.DOTALL)
 _FIELD = re.compile(r"(?:unknown|required) field `(.*)`$", re.DOTALL)
-# Without images.
+# Most bytes of a body, not counting its images.
 MAX_JSON_BYTES = 4 << 20
-# The parser keeps the interpreter lock, and with it every other request: these take it some 10 ms.
-# A megabyte of tools has 50,000.
+# The parser holds the interpreter lock, so every other request waits meanwhile. A body with this
+# many nodes takes some 10 ms. One megabyte of tools has 50,000 nodes.
 MAX_JSON_NODES = 1 << 17
 _MAX_UNCOUNTED_BYTES = 256 << 10
-# The beginning of base64: of a `data:` URL, whose type may have quotes (`codecs="vp8, opus"`, as
-# Firefox records), or in a field of Anthropic's, or the image in `result` of OpenAI's
-# `image_generation_call`.
+# Finds the text before base64: a `data:` URL, whose type may have quotes (`codecs="vp8, opus"` in
+# Firefox's recordings), the field `data` of Anthropic's API, or the field `result` of an
+# `image_generation_call` in OpenAI's.
 _BASE64 = re.compile(
     rb'"(?:data(?:"\s{0,64}:\s{0,64}"|:[^",]{0,256},|:[^",\\]{0,64}\\"[^"\\]{0,64}\\"[^",\\]{0,64},)'
     rb'|result"\s{0,64}:\s{0,64}"(?=[A-Za-z0-9+/\\]{64}))'
 )
-_MAX_IMAGES = 4096  # looked for
+_MAX_IMAGES = 4096  # Further images count as text.
 
 
 def free(body: Body) -> None:
-    """Frees a body's memory, whatever else refers to it: an error's traceback may for long. One
-    that a thread still reads goes with its last reference.
+    """Frees the memory of a body even if other objects, such as the traceback of an error, still
+    refer to the body. A body that a thread is reading is freed with its last reference.
     """
     if isinstance(body, bytearray):
         with suppress(BufferError):
@@ -47,7 +47,9 @@ def free(body: Body) -> None:
 
 
 def without_images(body: Body) -> Body:
-    """The body without base64, for its bounds. What is left out is within strings."""
+    """Returns the body without its base64, to compare the rest with the limits. Only characters
+    within strings are removed.
+    """
     pieces: list[Body] = []
     begin = 0
     for _ in range(_MAX_IMAGES):
@@ -57,16 +59,20 @@ def without_images(body: Body) -> Body:
             break
         pieces.append(body[begin : found.end()])
         begin = end
-    # Of the rest no more than is over the bound.
+    # More than one byte over the limit need not be copied.
     return b"".join([*pieces, body[begin : begin + MAX_JSON_BYTES + 1]]) if pieces else body
 
 
 def has_more_nodes(text: Body, limit: int) -> bool:
-    """Whether JSON has more than `limit` nodes: strings, arrays and objects, and twice its members,
-    which take longest to parse. Numbers are hardly work. Mostly without the interpreter lock.
+    """Returns whether a JSON text has more than `limit` nodes.
+
+    Each string, array and object is a node. Each member of an object counts as two more nodes,
+    because members take longest to parse. Numbers take hardly any time and are not counted. Most of
+    the work runs without the interpreter lock.
 
     Args:
-        text: any bytes; of what is not JSON some number is compared.
+        text: any bytes. The result is arbitrary if the bytes are not JSON.
+        limit: most nodes for which the result is false.
     """
     if b"\\" in text:  # an escaped quote ends no string
         text = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
@@ -79,8 +85,9 @@ def has_more_nodes(text: Body, limit: int) -> bool:
         return True
     if strings + count(opening) + 2 * count(colons) <= limit:
         return False
-    # Without those within strings. The parity of the quotes before; sums of bytes wrap around at an
-    # even number.
+    # Brackets and colons within strings do not count. A character is within a string if the number
+    # of quotes before it is odd. The sums are bytes; they wrap around at 256, which keeps the
+    # parity.
     outside = (np.cumsum(quotes, dtype=np.uint8) & 1) == 0
     return bool(strings + count(opening & outside) + 2 * count(colons & outside) > limit)
 
@@ -89,7 +96,8 @@ class Parser(Generic[Decoded]):
     """Reads bodies of one type.
 
     Args:
-        check: raises InvalidRequest for what the types of its fields do not say.
+        kind: type of the bodies.
+        check: function that raises InvalidRequest for faults that the types of the fields allow.
     """
 
     def __init__(
@@ -99,14 +107,15 @@ class Parser(Generic[Decoded]):
         self._check = check
 
     def __call__(self, body: Body, ignored: Ignored | None = None) -> Decoded:
-        """A body's value; every field is of its type and within its bounds.
+        """Returns the value of a body. Every field has its type and is within its limits.
 
         Args:
-            ignored: gets the names of what changes no answer and is left out.
+            body: JSON of the request.
+            ignored: object that records the fields and elements that are removed from the body.
 
         Raises:
-            PayloadTooLarge: more than `MAX_JSON_BYTES` or `MAX_JSON_NODES`.
-            InvalidRequest: not JSON, or a field is wrong; `param` names the field.
+            PayloadTooLarge: the body exceeds `MAX_JSON_BYTES` or `MAX_JSON_NODES`.
+            InvalidRequest: the body is not JSON, or a field is wrong and `param` names the field.
         """
         text = body if len(body) <= _MAX_UNCOUNTED_BYTES else without_images(body)
         if len(text) > MAX_JSON_BYTES:
@@ -142,10 +151,11 @@ class Parser(Generic[Decoded]):
 
 
 def text_of(raw: msgspec.Raw, param: str) -> str:
-    """The text of a field that is parsed later: msgspec has not looked at its encoding.
+    """Returns the text of a field that is parsed later. msgspec does not check the encoding of such
+    a field.
 
     Raises:
-        InvalidRequest: it is not UTF-8.
+        InvalidRequest: the field is not UTF-8.
     """
     try:
         return bytes(raw).decode()

@@ -112,14 +112,14 @@ Block = ContentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class Turn(Struct, forbid_unknown_fields=True):
-    """One turn. The answer goes on with the text of a last turn of the assistant."""
+    """A turn of the conversation. If the last turn is the assistant's, the answer continues it."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Meta(max_length=MAX_PARTS)]
 
 
 class ToolDefinition(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool. Only the client's own are served."""
+    """A tool that the client runs. Tools that Anthropic's servers run are not served."""
 
     name: ToolName
     input_schema: dict[str, Any]
@@ -149,14 +149,14 @@ class NoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="none")
 
 
 class AdaptiveThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="adaptive"):
-    """The model thinks if its template makes it think by default, for so many tokens at most."""
+    """The model thinks if its template makes it think by default, for at most `budget_tokens`."""
 
     display: Literal["summarized", "omitted"] | None = None
     budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
 
 
 class EnabledThinking(AdaptiveThinking, tag="enabled"):
-    """The model thinks before it answers, for so many tokens at most."""
+    """The model thinks before it answers, for at most `budget_tokens` tokens."""
 
 
 class DisabledThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="disabled"):
@@ -187,7 +187,7 @@ class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     tool_choice: AutoChoice | AnyChoice | ToolNameChoice | NoChoice | None = None
     thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None = None
     output_config: OutputConfig | None = None
-    output_format: SchemaFormat | None = None  # the beta's place of `output_config.format`
+    output_format: SchemaFormat | None = None  # name of `output_config.format` in Anthropic's beta
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
@@ -201,7 +201,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
-    thread: Any = None  # not served
+    thread: Any = None  # is refused: the server has no threads
 
 
 _ROLES: dict[str, tuple[type[Struct], ...]] = {
@@ -248,7 +248,7 @@ class ThinkingAnswer(Struct, tag_field="type", tag="thinking"):
 
 
 class ToolUseAnswer(Struct, tag_field="type", tag="tool_use"):
-    """A call of a tool. The input is the text of an object."""
+    """A call of a tool. The input is the JSON text of an object."""
 
     id: str
     name: str
@@ -265,8 +265,8 @@ class OutputTokensDetails(Struct):
 
 
 class MessageUsage(Struct):
-    """Tokens; `input_tokens` without those found in the prefix cache. `output_tokens_details` is
-    there at the end if the model thinks.
+    """Numbers of tokens. `input_tokens` does not count tokens that were found in the prefix cache.
+    `output_tokens_details` is present at the end of an answer if the model thinks.
     """
 
     input_tokens: int
@@ -280,7 +280,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageAnswer(Struct):
-    """An answer; in `message_start` without content."""
+    """An answer. In `message_start`, the answer has no content yet."""
 
     id: str
     model: str
@@ -293,7 +293,7 @@ class MessageAnswer(Struct):
 
 
 class TokenCount(Struct):
-    """Tokens of a prompt, those of images included."""
+    """Number of tokens of a prompt. Tokens of images are included."""
 
     input_tokens: int
 

@@ -1,16 +1,15 @@
-"""The chat completions request: the part of OpenAI's and vLLM's fields that is served.
+"""The chat completions request: the fields of OpenAI's and vLLM's APIs that are served.
 
-A field that would change the answer and is not served is refused by name with a 400; so is an
-unknown field. The fields of `hints` change no answer and are left out.
+A field that would change the answer and is not served gets a 400 that names the field, as an
+unknown field does. The fields listed in `hints` change no answer and are removed.
 
 `image_url.detail`: `low` resizes to at most 512 x 512 pixels; `high` and `auto` mean the model's
 own limits. `min_pixels` and `max_pixels` (in the image, beside it, or for the whole request; also
 as `mm_processor_kwargs`) take precedence and are clamped to the model's limits. Videos: `video`.
 `include_stage_times: true` adds `stage_times_ms` and `images` to the response or the last chunk.
 
-The endpoints parse bodies with it. It knows no model: what depends on the model is checked by
-`conversation`, `answer_reader` and `sampling`. All errors are `InvalidRequest`; `param` names the
-field.
+The checks in this module do not depend on the model; `conversation`, `answer_reader` and `sampling`
+make the checks that do. All errors are `InvalidRequest`, and `param` names the field.
 """
 
 from typing import Annotated, Any, Literal
@@ -67,8 +66,8 @@ class InputTextPart(TextPart, tag="input_text"):
 
 
 class ImageUrl(Struct, forbid_unknown_fields=True):
-    """A URL and how the image is resized; `original` means `high`. Without a URL the part's `uuid`
-    names an image of an earlier request.
+    """The URL of an image, and the size to resize the image to. The detail `original` means `high`.
+    If there is no URL, the part's `uuid` names an image of an earlier request.
     """
 
     url: str | None = None
@@ -78,7 +77,9 @@ class ImageUrl(Struct, forbid_unknown_fields=True):
 
 
 class ImagePart(Struct, kw_only=True, forbid_unknown_fields=True):
-    """An image, in one of its spellings; `image` of each is the same."""
+    """The base of the content parts for images. Each subclass has its own spelling of the URL and
+    a property `image` with the same meaning.
+    """
 
     min_pixels: Pixels | None = None
     max_pixels: Pixels | None = None
@@ -86,14 +87,14 @@ class ImagePart(Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def kept_name(self) -> str | None:
-        """Name of the image's entry among what is kept, in the namespace of clients' uuids. None
-        if the image has no uuid.
+        """Name under which the image is stored for later requests, in the namespace of clients'
+        uuids. None if the image has no uuid.
         """
         return None if self.uuid is None else f"uuid:{self.uuid}"
 
 
 class ImageUrlPart(ImagePart, tag_field="type", tag="image_url"):
-    """OpenAI's part."""
+    """OpenAI's content part for an image."""
 
     image_url: ImageUrl | str | None = None
 
@@ -141,7 +142,7 @@ _Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
 class Message(Struct, forbid_unknown_fields=True):
-    """One turn. Clients echo the fields after `content` from earlier responses."""
+    """A message. The fields after `content` come from earlier responses and are echoed."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _Parts | None = None
@@ -151,7 +152,7 @@ class Message(Struct, forbid_unknown_fields=True):
     reasoning_content: str | None = None
 
 
-_CHARACTERS_OF_A_TURN = 16  # rendering a message or a part takes as long
+_CHARACTERS_OF_A_TURN = 16  # rendering an empty message or part takes as long as this many
 
 
 class ChatRequest(GenerationFields):
@@ -183,8 +184,8 @@ class ChatRequest(GenerationFields):
 
     @property
     def echoed(self) -> str:
-        """What answers begin with beside their own text: the last message, if it is an assistant's
-        and `echo` is true.
+        """Text that each answer repeats before the generated text: the text of the last message if
+        `echo` is true and the message is an assistant's. Otherwise the text is empty.
         """
         last = self.messages[-1]
         if not self.echo or last.role != "assistant" or last.content is None:
@@ -195,7 +196,9 @@ class ChatRequest(GenerationFields):
 
     @property
     def num_characters(self) -> int:
-        """Length of what is rendered, nearly; empty parts are work, too."""
+        """Approximate number of characters that the chat template renders. Each message and each
+        part counts some characters more, because an empty part takes time, too.
+        """
         size = tool_characters(self.tools) if self.tools else 0
         size += json_characters(self.chat_template_kwargs) if self.chat_template_kwargs else 0
         size += _CHARACTERS_OF_A_TURN * len(self.messages)
@@ -244,7 +247,7 @@ parse_chat_request = Parser(ChatRequest, check_chat_request)
 
 
 def _has_text_to_continue(message: Message) -> bool:
-    """Returns whether an answer can go on with the message's text, which may be empty."""
+    """Returns whether an answer can continue the text of the message. The text may be empty."""
     is_empty_text = message.content == "" and not message.tool_calls
     return message.role == "assistant" and (bool(message.content) or is_empty_text)
 

@@ -1,6 +1,7 @@
-"""A parsed answer: parts in order, from which each endpoint makes its own wire form.
+"""The parts of a parsed answer, in order. Each endpoint converts them to its own wire format.
 
-A stream of parts holds pieces; `join` makes whole parts of them. Parsers (`answer`) produce them.
+The parsers of answers produce a stream of pieces of parts, and `join` joins the pieces to whole
+parts.
 """
 
 from collections.abc import Iterable
@@ -21,12 +22,13 @@ class Text(Struct, frozen=True):
 
 
 class Call(Struct, frozen=True):
-    """A tool call, or a piece of one.
+    """A tool call, or a piece of a tool call.
 
     Attributes:
-        index: of the call in the answer.
-        call_id: in the first piece of a call only, as is `name`.
-        arguments: JSON text; the pieces of a call together are its arguments.
+        index: place of the call among the calls of the answer.
+        call_id: id of the call. Empty in all pieces of a call but the first.
+        name: name of the function. Empty in all pieces of a call but the first.
+        arguments: piece of the JSON text of the arguments.
     """
 
     index: int
@@ -44,7 +46,7 @@ Part = Reasoning | Text | Call
 
 
 def join(pieces: Iterable[Part]) -> list[Part]:
-    """Whole parts, in order: neighbouring pieces of a kind, and of one call, become one."""
+    """Returns whole parts, in order. Neighbouring pieces of the same kind and call are joined."""
     runs: list[list[Part]] = []
     for piece in pieces:
         if runs and continues(runs[-1][0], piece):

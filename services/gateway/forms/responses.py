@@ -1,4 +1,4 @@
-"""What the gateway answers to chat requests, in OpenAI's shapes: whole responses and chunks.
+"""Responses to chat requests in OpenAI's shapes: whole responses and chunks of streams.
 
 A streamed token costs one small JSON string between two byte strings made once per request.
 `chat` and `exchange` send what is made here; nothing here sends, waits or fails.
@@ -42,15 +42,15 @@ class Logprobs(Struct):
 
 
 class VideoUsage(Struct):
-    """What was looked at of a video, for what it costs.
+    """The frames that the model sees of a video, and their number of tokens.
 
     Attributes:
-        frames: that were sampled.
-        fps: of them; null: the video does not say how long it is.
-        tokens: of the frames, without the text between them.
-        size: height and width of a frame as the model sees it.
-        times: seconds of each pair of frames, as the prompt says them.
-        cap_pixels_per_frame: whether the processor's cap applied.
+        frames: number of sampled frames.
+        fps: sampled frames per second. Null if the video does not say how long it is.
+        tokens: number of the frames' tokens, without the tokens of the text between the frames.
+        size: height and width in pixels to which each frame is resized.
+        times: time of each pair of frames in seconds, as written in the prompt.
+        cap_pixels_per_frame: true if the video processor's cap on the pixels of a frame applied.
     """
 
     frames: int
@@ -62,8 +62,8 @@ class VideoUsage(Struct):
 
 
 class PromptTokensDetails(Struct, omit_defaults=True):
-    """`cached_tokens` is absent while the decoder has not reported it; `video_tokens` and `videos`
-    without videos.
+    """Parts of the prompt's tokens. `cached_tokens` is absent until the decoder has reported the
+    number, and `video_tokens` and `videos` are absent if the prompt has no video.
     """
 
     image_tokens: int | None = None
@@ -81,7 +81,7 @@ class CompletionTokensDetails(Struct):
 class Usage(Struct):
     """Tokens of a request, summed over its choices.
 
-    `completion_tokens_details` is there if the model thinks.
+    `completion_tokens_details` is present if the model thinks.
     """
 
     prompt_tokens: int
@@ -92,10 +92,10 @@ class Usage(Struct):
 
 
 class ImageReport(Struct):
-    """Where one image's embedding came from, for `include_stage_times`.
+    """The source of an image's embedding, for `include_stage_times`.
 
-    `encode_source` is computed, memory, redis or joined; null: the decoder had the embedding
-    before the encoder answered.
+    `encode_source` is `computed`, `memory`, `redis` or `joined`. The source is null if the decoder
+    had the embedding before the encoder answered.
     """
 
     encode_source: str | None
@@ -104,9 +104,10 @@ class ImageReport(Struct):
 
 
 class RequestMetrics(Struct):
-    """vLLM's names of a request's times, for `include_stage_times`; null: there was no such time.
+    """Times of a request under vLLM's names, for `include_stage_times`. A time is null if the
+    request did not come to the stage that the time measures.
 
-    The first token counts from the request's arrival, as `stage_times_ms` does.
+    The time to the first token starts at the arrival of the request, as in `stage_times_ms`.
     """
 
     time_to_first_token_ms: float | None = None
@@ -150,13 +151,13 @@ class ToolCallAnswer(Struct):
 
 
 class AssistantMessage(Struct):
-    """The parts of a choice. `content` is null beside reasoning or calls alone."""
+    """The parts of a choice. `content` is null if the choice has only reasoning or calls."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET  # vLLM's newer name of the former
+    reasoning: str | UnsetType = UNSET  # vLLM's newer name of `reasoning_content`
     tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
 
 
@@ -218,7 +219,7 @@ class ChunkChoice(Struct):
 
 
 class ChatCompletionChunk(Struct):
-    """An event of a stream, as `ChunkWriter` writes it; the last has no choices."""
+    """An event of a stream, as `ChunkWriter` writes it. The last chunk has no choices."""
 
     id: str
     created: int
@@ -237,11 +238,13 @@ class Update(Struct, frozen=True):
     """New parts of one choice.
 
     Attributes:
-        parts: pieces, in order.
+        choice: index of the choice.
+        parts: pieces of the answer, in order.
+        logprobs: log-probabilities of the update's tokens. None if the request asks for none.
         finish_reason: `stop`, `length` or `tool_calls`, in the last update of the choice.
         stop_reason: the stop string or the requested stop token's id that ended the choice.
-        token_ids: those of the update, the one that ended the choice included; empty unless the
-            request wants them.
+        token_ids: ids of the update's tokens, with the token that ended the choice. Empty unless
+            the request asks for token ids.
     """
 
     choice: int
@@ -253,12 +256,14 @@ class Update(Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, nearly; of logprobs as if each had all alternatives."""
+        """Approximate memory of the update in bytes. Each logprob counts as if it had the largest
+        number of alternatives.
+        """
         return 512 + 4096 * len(self.logprobs or ()) + 40 * len(self.token_ids)
 
 
 def assistant_message(pieces: Sequence[Part]) -> AssistantMessage:
-    """A whole choice from all its pieces."""
+    """Returns the message of a whole choice, made from all pieces of the choice."""
     parts = join(pieces)
     text = _text(parts, Text)
     reasoning = _text(parts, Reasoning) or UNSET
@@ -293,7 +298,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def error_event(error: TriptychError) -> bytes:
-    """The last event of a stream that failed; no `[DONE]` follows."""
+    """Returns the last event of a stream that failed. No `[DONE]` follows."""
     return b"data: " + encode_json(error_of(error)) + b"\n\n"
 
 
@@ -303,7 +308,9 @@ class ChunkWriter:
     Args:
         response_id: `chatcmpl-...`.
         created: Unix time.
-        usage_field: whether each chunk has a `usage` field; null unless `update` is given one.
+        model: name of the model.
+        usage_field: true if each chunk has a `usage` field. The field is null in chunks whose
+            `update` call has no usage.
     """
 
     def __init__(self, response_id: str, created: int, model: str, usage_field: bool) -> None:
@@ -324,14 +331,14 @@ class ChunkWriter:
     def role(
         self, choice: int, usage: Usage | None = None, prompt_token_ids: Sequence[int] | None = None
     ) -> bytes:
-        """The first event of a choice."""
+        """Returns the first event of a choice."""
         ids = b""
         if prompt_token_ids is not None:
             ids = b',"prompt_token_ids":' + encode_json(prompt_token_ids)
         return self._chunk(ChunkChoice(choice, ChunkDelta("assistant", ""), None, None), usage, ids)
 
     def update(self, update: Update, usage: Usage | None = None) -> bytes:
-        """An update of a choice; empty bytes if the update is empty."""
+        """Returns the event of an update. The bytes are empty if the update is empty."""
         parts = update.parts
         if update.finish_reason is None and not update.logprobs and not update.token_ids:
             if not parts:
@@ -355,5 +362,5 @@ class ChunkWriter:
         return self._head + encode_json(choice) + b"]" + more + tail
 
     def closing(self, fields: Mapping[str, object]) -> bytes:
-        """The event after the last choice: no choices, but the usage and timings of the request."""
+        """Returns the event after the last choice, with the usage and the times of the request."""
         return self._head + b"]," + encode_json(fields)[1:] + b"\n\n"

@@ -1,6 +1,6 @@
 """The types of POST /v1/responses: OpenAI's Responses.
 
-`responses_endpoint` makes a chat request of it.
+`responses_endpoint` converts the request to a chat request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class ResponseOutputText(TextPart, tag="output_text"):
 
 
 class ResponseImage(InputImagePart, tag="input_image"):
-    """An image. Files are not kept here: a `file_id` is null."""
+    """An image. A `file_id` has to be null, because the server stores no files."""
 
     file_id: str | None = None
 
@@ -55,7 +55,7 @@ class ResponseReasoningText(
     text: str
 
 
-# Videos are ours: OpenAI's Responses API has none.
+# Videos are an extension: OpenAI's Responses API has no videos.
 InputPart = (
     InputTextPart | ResponseOutputText | ResponseImage | InputVideoPart | ResponseReasoningText
 )
@@ -63,7 +63,7 @@ _Content = str | Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]
 
 
 class InputItem(Struct, kw_only=True, forbid_unknown_fields=True):
-    """An item of the conversation; without `type`, a message. Each type has its own fields."""
+    """An item of the conversation: a message if `type` is absent. Each type has its own fields."""
 
     type: (
         Literal[
@@ -72,11 +72,11 @@ class InputItem(Struct, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None  # fmt: skip
-    id: str | None = None  # of an item of an earlier answer: what a reference names
-    # Of a message, and `content` of reasoning.
+    id: str | None = None  # Names an item of an earlier answer; an `item_reference` has this id.
+    # Fields of a message. Reasoning has `content`, too.
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: _Content | None = None
-    # Of a call and its output.
+    # Fields of a call and of its output.
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
@@ -90,7 +90,7 @@ class ResponseFunction(FunctionDefinition, tag_field="type", tag="function"):
 
 
 class ResponseNamespace(Struct, forbid_unknown_fields=True, tag_field="type", tag="namespace"):
-    """Functions of one server; calls name both."""
+    """Functions of one server. A call names the function and the namespace."""
 
     name: ToolName
     tools: Annotated[list[ResponseFunction], Meta(max_length=MAX_TOOLS)]
@@ -98,7 +98,9 @@ class ResponseNamespace(Struct, forbid_unknown_fields=True, tag_field="type", ta
 
 
 def flat(name: str, namespace: str | UnsetType | None) -> str:
-    """What the model calls a function. Those of `functions` are no server's."""
+    """Returns the function's name in the prompt: `namespace__name`, or only `name` if the function
+    has no namespace or has the namespace `functions`.
+    """
     return f"{namespace}__{name}" if namespace and namespace != "functions" else name
 
 
@@ -137,7 +139,7 @@ class ReasoningConfig(Struct, forbid_unknown_fields=True):
 
 
 class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
-    """All of them are hints."""
+    """Options of a stream. All known options are hints (`hints`), so none is a field here."""
 
 
 class ResponsesRequest(SamplingFields, kw_only=True):
@@ -170,12 +172,12 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    # Come back in the answer.
+    # These fields are repeated in the answer.
     metadata: Raw | UnsetType = UNSET
     user: str | None = None
 
 
-# Of each type of item: the fields that it needs beside `type` and `id`, and those that it may have.
+# Type of an item -> its required and its optional fields, besides `type` and `id`.
 _FIELDS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "message": (("role", "content"), ()),
     "function_call": (("call_id", "name", "arguments"), ("namespace",)),
@@ -260,7 +262,9 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputTokensDetails(Struct):
-    """`image_tokens` and `video_tokens` are ours."""
+    """Parts of the input's tokens. `image_tokens`, `video_tokens` and `videos` are extensions of
+    OpenAI's API.
+    """
 
     cached_tokens: int
     image_tokens: int
@@ -280,20 +284,20 @@ class ResponseUsage(Struct):
 
 
 class IncompleteDetails(Struct):
-    """Why an answer is cut."""
+    """The reason why an answer is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponseFailure(Struct):
-    """Why there is no answer."""
+    """The error because of which there is no answer."""
 
     code: str
     message: str
 
 
 class ResponseObject(Struct, kw_only=True):
-    """An answer. `store` says whether it is kept, once it is complete."""
+    """An answer. `store` says whether the complete answer is stored."""
 
     id: str
     created_at: int
@@ -333,7 +337,7 @@ class DeletedResponse(Struct):
 
 
 class ResponseEvent(Struct, kw_only=True):
-    """An event of a stream; `type` says which further fields it has."""
+    """An event of a stream. The other fields that are present depend on `type`."""
 
     type: str
     sequence_number: int | UnsetType = UNSET

@@ -1,7 +1,7 @@
 """The types of POST /v1/completions: OpenAI's text completions, with vLLM's further fields.
 
-A prompt is the model's whole input, so the names of special tokens in it are those tokens, as in
-transformers; nothing is rendered around it.
+A prompt is the whole input of the model, and no chat template is applied. The names of special
+tokens in a prompt become special tokens, as in transformers.
 """
 
 from typing import Annotated, Literal, cast
@@ -27,7 +27,7 @@ _Ids = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
-    """POST /v1/completions. `prompt`: a text, token ids, or a list of either."""
+    """POST /v1/completions. `prompt` is a text, token ids, or a list of texts or of token ids."""
 
     model: str | None = None
     prompt: str | Annotated[list[str | TokenId | _Ids], Meta(max_length=MAX_PROMPT_TOKENS)]
@@ -38,7 +38,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or as token ids; they are of one kind."""
+        """The prompts, all as texts or all as token ids."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -51,7 +51,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
         chat = ChatRequest([], self.model)
         for name in GenerationFields.__struct_fields__:
             setattr(chat, name, getattr(self, name))
-        # The answer of `max_tokens: 0` is made and thrown away: it costs one step.
+        # For `max_tokens: 0`, one token is generated and discarded.
         wanted = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         chat.max_tokens = max(1, wanted)
         if self.logprobs is not None:
@@ -62,10 +62,11 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
 
 class TextLogprobs(Struct):
-    """One entry per token of the text, a prompt that is echoed included.
+    """Logprobs of a choice, with an entry for each token of the text. The tokens of an echoed
+    prompt are included.
 
-    The first token of a prompt has no logprob. `top_logprobs` are by the token's text,
-    `text_offset` counts characters of the choice's text.
+    The first token of a prompt has no logprob. The keys of `top_logprobs` are the texts of tokens.
+    `text_offset` is the position of each token in the choice's text, in characters.
     """
 
     tokens: list[str]
@@ -94,7 +95,9 @@ class TextChoice(Struct):
 
 
 class TextCompletion(Struct):
-    """An answer, or an event of a stream: the last has no choices, but the usage if wanted."""
+    """An answer, or an event of a stream. If the request asks for the usage, the last event has the
+    usage and no choices.
+    """
 
     id: str
     created: int

@@ -1,8 +1,7 @@
-"""A request's tools, as OpenAI's fields say it.
+"""The types of a request's tools and tool calls, in OpenAI's shapes.
 
-The chat request has these types. What depends on the model (template, form of calls) is not known
-here; what follows for the answer is in `answers.tool_use`. All errors are `InvalidRequest`;
-`param` names the field.
+The checks in this module do not depend on the model; `answers.tool_use` decides how tools affect
+the answer. All errors are `InvalidRequest`, and `param` names the field.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,13 +19,15 @@ MAX_NESTING = 100
 UNREADABLE: dict[str, Any] = {}
 _CHARACTERS_OF_A_VALUE = 4
 _CONTAINERS = (dict, list)
-_MAX_COUNTED = 1 << 14  # of a value, which is long then
-_SHOWN = ("name", "description", "parameters")  # to the model
+_MAX_COUNTED = 1 << 14  # characters of a value after which counting stops
+_SHOWN = ("name", "description", "parameters")  # fields that the model sees
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
 class FunctionDefinition(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A function that the model may call. `strict`: its arguments fit `parameters`, by grammar."""
+    """A function that the model may call. If `strict` is true, a grammar makes the arguments of a
+    call fit `parameters`.
+    """
 
     name: ToolName
     description: str | None = None
@@ -54,7 +55,7 @@ class FunctionChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="
 
 
 class AllowedFunctions(Struct, forbid_unknown_fields=True):
-    """The functions that the model may, or has to, call; all stay in the prompt."""
+    """The functions that the model may call, or has to call. The prompt still has all functions."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[FunctionChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
@@ -77,7 +78,7 @@ class FunctionCall(Struct, forbid_unknown_fields=True):
 
 
 class ToolCall(Struct, forbid_unknown_fields=True):
-    """A call in an assistant message, as an earlier answer had it."""
+    """A call in an assistant message, repeated from an earlier answer."""
 
     id: str
     function: FunctionCall
@@ -88,7 +89,8 @@ def check_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None
     """Checks the fields against each other.
 
     Raises:
-        InvalidRequest: a name is there twice, or not at all; a schema is nested too deeply.
+        InvalidRequest: two functions have the same name, `choice` names a function that is not in
+            `tools`, or a schema is nested too deeply.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -111,7 +113,7 @@ def check_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None
 
 
 def chosen_names(choice: ToolChoice | None) -> list[str]:
-    """The functions that a choice names."""
+    """Returns the names of the functions that a choice names."""
     if isinstance(choice, FunctionChoice):
         return [choice.function.name]
     if isinstance(choice, AllowedTools):
@@ -120,7 +122,7 @@ def chosen_names(choice: ToolChoice | None) -> list[str]:
 
 
 def definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The functions for a chat template."""
+    """Returns the definitions of the functions as chat templates expect them."""
     found: list[dict[str, Any]] = []
     for tool in tools:
         fields = {name: getattr(tool.function, name) for name in _SHOWN}
@@ -130,14 +132,17 @@ def definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def tool_characters(tools: Sequence[Tool]) -> int:
-    """Length of all definitions, as `json_characters`."""
+    """Returns the approximate length of all definitions, as `json_characters` does."""
     functions = [tool.function for tool in tools]
     return json_characters([[each.description, each.parameters] for each in functions])
 
 
 def json_characters(value: object) -> int:
-    """Length of a JSON value, nearly: each value is work, too. Of a long one it is no more than
-    that of some part, as to count takes time.
+    """Returns the approximate length of a JSON value in characters. Each nested value counts some
+    characters more, because empty values take time, too.
+
+    Counting takes time, so it stops at a limit: for a long value, the result is the length of some
+    part of the value.
     """
     size, left = 0, [value]
     while left and size < _MAX_COUNTED:
@@ -164,14 +169,14 @@ def _children(value: object) -> Iterable[object]:
 
 
 def _own_strings(value: object) -> Iterable[str]:
-    """A string itself, or the keys of an object."""
+    """Returns a string itself, or the keys of an object."""
     if isinstance(value, dict):
         return cast("dict[str, object]", value)
     return (value,) if isinstance(value, str) else ()
 
 
 def strings_of(value: object) -> Iterator[str]:
-    """All strings and keys of a JSON value, in any order."""
+    """Yields all strings and keys of a JSON value, in any order."""
     left = [value]
     while left:
         item = left.pop()
@@ -180,8 +185,11 @@ def strings_of(value: object) -> Iterator[str]:
 
 
 def read_arguments(call: ToolCall, param: str) -> dict[str, Any]:
-    """A call's arguments, as templates take them; `UNREADABLE`: they are not the JSON text of an
-    object, as clients keep them of a call that they interrupted. Refuses deep nesting.
+    """Returns the arguments of a call, as chat templates expect them. `UNREADABLE` if the arguments
+    are not the JSON text of an object, as after a call that the client interrupted.
+
+    Raises:
+        InvalidRequest: the arguments are nested too deeply; the error names `param`.
     """
     try:
         arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])

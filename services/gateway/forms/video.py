@@ -1,9 +1,9 @@
 """Videos in requests: the content parts, and the fields that choose frames and their pixels.
 
-The fields of `VideoFields` may be in `video_url`, beside it in the part, and for all videos of a
-request in `mm_processor_kwargs` (`MultimodalOptions`) or `media_io_kwargs.video` (vLLM's names);
-the innermost applies. A list of frames in place of a URL is taken as it is; `Taken` says when its
-frames were taken.
+The fields of `VideoFields` may be in `video_url`, beside `video_url` in the part, and for all
+videos of a request in `mm_processor_kwargs` (`MultimodalOptions`) or `media_io_kwargs.video`
+(vLLM's names). The innermost field applies. A client may send a list of frames in place of a URL;
+the frames are not sampled again unless the client asks for it, and `Taken` has their times.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,12 @@ from msgspec import Meta, Struct, structs
 from services.common.errors import InvalidRequest
 from services.common.frame_pairs import PixelLimits, Sampling
 
-# Of one video; what a request may have is in `bounds`.
+# Most frames that a client may list for a video. The limits of a whole request are in `bounds`.
 MAX_LISTED_FRAMES = 1 << 16
-_STILLS = "data:video/jpeg;"  # what the URL of a list of frames begins with
-_ALL = -1  # as `num_frames`
+_STILLS = "data:video/jpeg;"  # the beginning of a URL that contains a list of frames
+_ALL = -1  # value of `num_frames` that stands for all frames
 _PROCESSOR = "mm_processor_kwargs"
-_VLLMS_RATE = 1.0  # frames per second of frames with `frames_indices`, unless the request says it
+_VLLMS_RATE = 1.0  # default frames per second of frames with `frames_indices`
 
 Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
 _MAX_FPS = 1000
@@ -40,7 +40,7 @@ class VideoFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """The choice of a video's frames and of their pixels. Null stands for the choice of the model's
     video processor.
 
-    `min_pixels` and `max_pixels` are of each frame, as in qwen-vl-utils.
+    `min_pixels` and `max_pixels` limit the pixels of each frame, as in qwen-vl-utils.
     """
 
     fps: _Fps | None = None
@@ -57,17 +57,19 @@ class VideoFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class VideoUrl(VideoFields):
-    """A URL, and what of the video is looked at."""
+    """The URL of a video, with the choice of its frames and of their pixels."""
 
     url: str
 
 
 class VideoPart(VideoFields):
-    """A video, in one of its spellings; `urls` of each are the file's, or those of frames."""
+    """The base of the content parts for videos. Each subclass has its own spelling of the URL and a
+    property `urls`, which is the URL of a file or the URLs of frames.
+    """
 
     @property
     def scopes(self) -> tuple[tuple[str, VideoFields], ...]:
-        """The part's own fields with their places in it, the innermost first."""
+        """The part's own fields with the places of the fields in the part, the innermost first."""
         return (("", self),)
 
     @property
@@ -77,7 +79,7 @@ class VideoPart(VideoFields):
 
 
 class VideoUrlPart(VideoPart, tag_field="type", tag="video_url"):
-    """vLLM's part."""
+    """vLLM's content part for a video."""
 
     video_url: VideoUrl | str
 
@@ -120,10 +122,11 @@ AnyVideo = VideoUrlPart | NamedVideoPart
 
 
 class MultimodalOptions(Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's options of all images and videos of a request; a list has a value for each video, in
+    """vLLM's options for all images and videos of a request. A list has a value for each video, in
     order.
 
-    `min_pixels` and `max_pixels` are of an image, and of all frames of a video together.
+    `min_pixels` and `max_pixels` limit the pixels of an image, and of all frames of a video
+    together.
     """
 
     min_pixels: Pixels | None = None
@@ -136,8 +139,10 @@ class MultimodalOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     cap_pixels_per_frame: bool | None = None
 
     def of(self, index: int) -> VideoFields:
-        """The fields of one video, without the pixels of all its frames; `check` has seen the
-        number of videos.
+        """Returns the options of one video, except for the limits on the pixels of all its frames.
+
+        Args:
+            index: place of the video among those of the request, below the `num_videos` of `check`.
         """
         fps, num_frames = self.fps, self.num_frames
         return VideoFields(
@@ -150,7 +155,15 @@ class MultimodalOptions(Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
     def check(self, num_videos: int, place: str) -> None:
-        """Raises InvalidRequest: a list has not a value for each of that many videos."""
+        """Checks that each list has a value for each video.
+
+        Args:
+            num_videos: number of videos of the request.
+            place: path of these options in the request, for the error.
+
+        Raises:
+            InvalidRequest: a list has more or fewer values.
+        """
         for name, value in (("fps", self.fps), ("num_frames", self.num_frames)):
             if isinstance(value, list) and len(value) != num_videos:
                 raise InvalidRequest(
@@ -160,7 +173,7 @@ class MultimodalOptions(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MediaOptions(Struct, forbid_unknown_fields=True):
-    """vLLM's spelling of options of all videos of a request."""
+    """vLLM's `media_io_kwargs`: options for all videos of a request."""
 
     video: VideoFields | None = None
 
@@ -189,10 +202,11 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class VideoChoice:
-    """The fields of one video, from all places of the request that have them.
+    """The fields of a video, collected from all places of the request that may have such fields.
 
     Attributes:
-        place: place of the part in the request.
+        part: content part of the video.
+        place: path of the part in the request.
         options: the request's `mm_processor_kwargs`.
         media: the request's `media_io_kwargs.video`.
         index: place of the video among those of the request.
@@ -219,7 +233,7 @@ class VideoChoice:
                 )
             if scope.fps is not None and scope.num_frames not in (None, _ALL):
                 raise InvalidRequest("fps and num_frames exclude each other", param=f"{place}.fps")
-        if lists_frames(self.part.urls):  # `fps` beside frames is the rate at which they were taken
+        if lists_frames(self.part.urls):  # `fps` beside frames is the rate of the frames
             scopes = [
                 (p, s if p == _PROCESSOR else structs.replace(s, fps=None)) for p, s in scopes
             ]
@@ -303,7 +317,8 @@ class VideoChoice:
         )
 
     def _rate(self, total: int | None, is_uneven: bool) -> float | None:
-        """Frames per second of the video that listed frames were taken of, if the request says it.
+        """Returns the frames per second of the video from which the listed frames were taken. None
+        if the request does not say the rate.
 
         In vLLM, the rate in `mm_processor_kwargs` is the rate to sample at. Here it is also the
         frames' rate if no other place of the request has a rate.
@@ -334,13 +349,13 @@ class VideoChoice:
             found += [f"{place}.{name}"] if value is not None else []
         if found:
             raise InvalidRequest(
-                "the field is of frames that are sent in place of a file; if the request has such "
-                "frames and files, it belongs into the part of the frames",
+                "the field applies to frames that are sent in place of a file; if the request has "
+                "both frames and files, put the field into the part of the frames",
                 param=found[0],
             )
 
     def _scopes(self) -> Iterator[tuple[str, VideoFields]]:
-        """The fields of each place that has some, the innermost first."""
+        """Yields the path and the fields of each place that has fields, the innermost first."""
         for suffix, scope in self.part.scopes:
             yield self.place + suffix, scope
         if self.options is not None:
@@ -349,7 +364,9 @@ class VideoChoice:
             yield "media_io_kwargs.video", self.media
 
     def _first(self, name: str) -> tuple[str, Any]:
-        """The innermost value of a field, and its place. The value is None if no place has one."""
+        """Returns the path and the value of the innermost field with the name. The value is None if
+        no place has the field.
+        """
         for place, scope in self._scopes():
             if (value := getattr(scope, name)) is not None:
                 return place, value
