@@ -10,19 +10,21 @@
     │   ├── ModelNotFound              404
     │   └── NotFound                   404  the named object does not exist for this tenant
     ├── Unauthorized                   401  the caller has no valid key
-    ├── Forbidden                      403  the key, or the page that calls, may not make this
-    request ├── PayloadTooLarge                413 ├── UnsupportedMediaType           415  the
-    body's content type is not JSON ├── MediaFetchFailed               422  a URL answered, but not
-    with an image ├── RateLimited                    429  the tenant is at a limit until
-    `retry_after_s` ├── Cancelled                      499  the caller disconnected (only logged,
-    never sent) ├── InternalError                  500 ├── EmbeddingUnavailable           503  an
-    encoder did not deliver an embedding ├── WrongImageKey                  503  an encoder computed
-    another key for the image ├── VideoNotHeld                   503  an encoder no longer has the
-    file, which is sent again ├── Unavailable                    503  no healthy service is left │
-    ├── Overloaded                 503  a service is full or draining until `retry_after_s` │   └──
-    ProcessLost                503  the process with the work ended, perhaps because of it │
-    └── EngineLost             503  the front reports that its engine ended during the work └──
-    DeadlineExceeded               504
+    ├── Forbidden                      403  the key or the calling page may not make this request
+    ├── PayloadTooLarge                413
+    ├── UnsupportedMediaType           415  the body's content type is not JSON
+    ├── MediaFetchFailed               422  the file behind a URL could not be fetched
+    ├── RateLimited                    429  the tenant is at a limit until `retry_after_s`
+    ├── Cancelled                      499  the caller disconnected (only logged, never sent)
+    ├── InternalError                  500
+    ├── EmbeddingUnavailable           503  an encoder did not deliver an embedding
+    ├── WrongImageKey                  503  an encoder computed another key for the image
+    ├── VideoNotHeld                   503  an encoder does not have the file, which is sent again
+    ├── Unavailable                    503  no healthy service is left
+    │   ├── Overloaded                 503  a service is full or draining until `retry_after_s`
+    │   └── ProcessLost                503  the process with the work ended, perhaps because of it
+    │       └── EngineLost             503  the front reports that its engine ended during the work
+    └── DeadlineExceeded               504
 
 `endpoints` turn an error into an HTTP answer, and `transport/rpc.py` turns it into a gRPC status
 with trailing metadata and back. The gRPC status alone does not identify an error, because gRPC
@@ -35,7 +37,8 @@ BY_CODE: "dict[str, type[TriptychError]]" = {}  # filled by the subclasses
 
 
 class TriptychError(Exception):
-    """An error with a status in every protocol. A subclass inherits what its class line leaves out.
+    """An error with a status in every protocol. A subclass sets the class attributes as arguments
+    of its class statement, and inherits each attribute that the class statement does not name.
 
     Attributes:
         code: stable, machine-readable name, which is also sent between the services.
@@ -107,7 +110,9 @@ class InvalidGrammar(InvalidRequest, code="invalid_grammar"):
 
 
 class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
-    """Messages of a thread cannot be named by id. Anthropic's clients then send all messages."""
+    """The request names earlier messages of a thread by an id, but this server stores no threads.
+    Anthropic's clients react to the error's code by sending all messages.
+    """
 
 
 class ModelNotFound(InvalidRequest, code="model_not_found", http=404, grpc="NOT_FOUND"):
@@ -167,7 +172,7 @@ class Cancelled(TriptychError, code="cancelled", http=499, grpc="CANCELLED"):
 
 
 class InternalError(TriptychError, code="internal_error"):
-    """A bug or a broken device. The message contains nothing about the process."""
+    """A bug or a broken device. The message for the caller reveals no internals of the process."""
 
 
 class EmbeddingUnavailable(
@@ -185,7 +190,9 @@ class WrongImageKey(
 
 
 class VideoNotHeld(TriptychError, code="video_not_held", http=503, grpc="FAILED_PRECONDITION"):
-    """The encoder does not have the file of a digest, or no longer. The gateway sends it again."""
+    """The encoder does not have the video file that a digest names, because the file never arrived
+    or was dropped. The gateway sends the file again.
+    """
 
 
 class Unavailable(

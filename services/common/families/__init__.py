@@ -34,8 +34,8 @@ def read_spec(directory: Path | str) -> ModelSpec:
         ModelSpecError: a file is missing or malformed, or the architecture is not supported.
     """
     directory = Path(directory).resolve()
-    # Path.exists raises PermissionError if a parent directory cannot be read; os.path.exists
-    # returns False.
+    # `os.path.exists` returns False if a parent directory cannot be read. `Path.exists` would raise
+    # a PermissionError, which this function does not promise.
     if not os.path.exists(directory / "config.json"):
         is_adapter = os.path.exists(directory / "adapter_config.json")
         why = "is an adapter: merge it into its model" if is_adapter else "has no config.json"
@@ -48,6 +48,7 @@ def read_spec(directory: Path | str) -> ModelSpec:
             f"{directory}: architecture {architecture} is not supported; "
             f"supported: {', '.join(sorted(FAMILIES))}"
         )
+    # `architectures` may be a string in the file. The families always get a list with one name.
     config["architectures"] = [architecture]
     family = importlib.import_module(FAMILIES[architecture])
     try:

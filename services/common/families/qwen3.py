@@ -14,6 +14,8 @@ from services.common.model_spec import ModelSpec
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
+    """Reads the config.json of a dense Qwen3 model. `families.read_spec` calls it."""
+    # `head_dim` and `num_kv_heads` are the defaults of transformers for fields that the file lacks.
     text = read_text(
         config,
         head_dim=128,

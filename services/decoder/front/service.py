@@ -50,6 +50,8 @@ class DecoderServicer(Servicer):
         self, request: pb.LoadRequest, context: grpc.aio.ServicerContext
     ) -> pb.LoadResponse:
         stats = self._front.stats()
+        # The watch ends an engine that hangs within 10 s. But a step on a CPU may take minutes, in
+        # which the engine works and reports nothing. Its last report is then too old.
         if stats is None:
             await context.abort(
                 grpc.StatusCode.UNAVAILABLE, "the engine has not reported for 30 seconds"
@@ -76,7 +78,8 @@ class DecoderServicer(Servicer):
             while (message := await stream.outbox.take()) is not None:
                 await context.write(message)
             if reader.done():
-                await reader  # raises the error of a command that could not be read
+                # If `_read` failed, it has closed the stream, and its error is raised here.
+                await reader
         finally:
             reader.cancel()
             self._front.close_stream(stream)

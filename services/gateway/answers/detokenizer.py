@@ -72,10 +72,10 @@ class StopMatcher:
         return text
 
     def _first_completed(self, text: str, num_known: int) -> tuple[int, int] | None:
-        """Returns (start, end) of the stop string that is complete first, or None.
+        """Returns (start, end) of the stop string that is complete first. None if none is complete.
 
-        Only matches that end behind the first `num_known` characters count. If several stop strings
-        end at the same place, the longest is returned.
+        The first `num_known` characters have been searched before, so only matches that end behind
+        them count. If several stop strings end at the same place, the longest is returned.
         """
         best: tuple[int, int] | None = None
         for stop in self.stops:
@@ -139,13 +139,16 @@ class Choice:
 
     @property
     def in_head(self) -> bool:
-        """True if the reasoning ends in text that may begin a tool call or the closing tag."""
+        """True if the last text of the reasoning may be the beginning of a tool call or of the
+        closing tag.
+        """
         return self._parser is not None and self._parser.in_head
 
     def feed(self, event: TokenEvent) -> Update:
         """Takes an event, and returns the update. No event may follow a finish reason."""
         ids = event.token_ids
-        # The text excludes the token that stopped the sequence, unless the request includes it.
+        # The token that stopped the sequence is not part of the text, unless the request sets
+        # `include_stop_str_in_output`.
         hidden = int(event.finish_reason == "stop" and not self._include_stop)
         visible = ids[: len(ids) - hidden] if hidden else ids
         num_before = self.num_tokens
@@ -162,7 +165,7 @@ class Choice:
                 parts += self._finish()
                 stop_ids = self._request.stop_token_ids or ()
                 if self.stops.matched is not None:
-                    # The stop string was in text that the parser had buffered.
+                    # `_finish` found a stop string in text that the parser had buffered.
                     self.finish_reason, stop_reason = "stop", self.stops.matched
                 elif event.finish_reason == "stop" and ids and ids[-1] in stop_ids:
                     stop_reason = ids[-1]
@@ -204,6 +207,8 @@ class Choice:
             else:
                 was_thinking = parser.thinking
                 found = parser.feed(text)
+                # A token counts as reasoning if the reasoning was open before or after it. So the
+                # tokens of both tags count.
                 self.num_reasoning_tokens += was_thinking or parser.thinking
             parts += self._cut(found, matching=self.num_tokens + num_used > min_tokens)
             if self._is_cut:
@@ -224,6 +229,8 @@ class Choice:
             return parts
         certain: list[Part] = []
         for part in parts:
+            # Stop strings are searched in text only. Other parts, such as a tool call, interrupt
+            # it: buffered text in front of one can no longer become a stop string.
             if isinstance(part, Text):
                 text = stops.feed(part.text, matching=matching)
             else:
@@ -244,6 +251,7 @@ class Choice:
         ]
         own = self._token(token_id)
         logprob = max(found.logprob, MIN_LOGPROB)
+        # With `logprob_token_ids`, `top_logprobs` contains the chosen ids and the token itself.
         if self._request.logprob_token_ids and token_id not in found.top_token_ids:
             top.insert(0, TopLogprob(*own, logprob))
         return LogprobEntry(*own, logprob, top)

@@ -38,8 +38,8 @@ class TokenEvent(Struct, frozen=True):
         choice: index of the choice in the request.
         token_ids: ids of the new tokens.
         logprobs: log probabilities, one entry per token id. Empty unless the request asks for them.
-        started: report of the sequence's way to its first token. None if the event does not carry
-            the first token.
+        started: times of the stages before the sequence's first token, and its number of cached
+            tokens. None if the event does not carry the first token.
         finish_reason: `stop` or `length` with the last tokens, otherwise None.
         error: error that ended the sequence. No event follows it.
         prompt_logprobs: log probabilities of prompt tokens, which come before the first token.
@@ -120,6 +120,7 @@ class DecoderPod(Pod):
         self._commands = Commands()
         self._tasks: list[asyncio.Task[None]] = []
 
+    # `Pod` documents `misfit`, `connected`, `check`, `connect` and `disconnect`.
     @property
     def misfit(self) -> str:
         return self.served.misfit_of_decoder(self.description) if self.description else ""
@@ -167,13 +168,16 @@ class DecoderPod(Pod):
     def submit(
         self, submit: pb.Submit, choice: int, receiver: EventReceiver, chain: PromptChain
     ) -> int:
-        """Sends a sequence to the decoder. Its events go to `receiver`, the last one included.
+        """Sends a sequence to the decoder. `receiver` gets all events of the sequence, also the
+        event that ends it.
 
         Args:
-            submit: message without a sequence id, which is set here. The message is copied.
+            submit: message to the decoder. This method sets the sequence id and sends a copy, so
+                the caller may change the message for the next sequence.
             choice: index of the sequence's choice in the request, which its events carry.
             receiver: receiver of the sequence's events.
-            chain: hashes of the prompt's beginnings.
+            chain: hashes of the prompt's beginnings, by which the pool finds decoders that have
+                cached a beginning.
 
         Returns:
             The sequence's id, for `cancel`.
@@ -182,6 +186,7 @@ class DecoderPod(Pod):
         if not self.connected:  # The stream broke after the pod was chosen.
             receiver.receive(TokenEvent(choice, error=Unavailable("the decoder was lost")))
             return sequence_id
+        # The logprobs of a prompt need the whole prompt to be computed, so no cached part is used.
         uses_cache = not submit.sampling.HasField("prompt_logprobs")
         self._sequences[sequence_id] = choice, receiver, self.prompts.send(chain, uses_cache)
         self.num_in_flight = len(self._sequences)
@@ -204,8 +209,10 @@ class DecoderPod(Pod):
         call: "grpc.aio.StreamStreamCall[pb.GenerateCommand, pb.GenerateEvents]",
         commands: Commands,
     ) -> None:
-        # `_read` gets the same failure and reports it.
+        # If the stream breaks, `_read` gets the same failure and reports it.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # "Bare tokens": the decoder may send a token that carries nothing but its id in the
+            # lists `sequence_ids` and `token_ids` of a message, without an event of its own.
             await call.write(pb.GenerateCommand(accept=pb.Accept(bare_tokens=True)))
             while True:
                 await call.write(await commands.next())
@@ -216,8 +223,8 @@ class DecoderPod(Pod):
         error: TriptychError = Unavailable("the decoder ended its stream")
         try:
             async for message in call:
-                # First tokens go out before the other events of a step, which take the event loop
-                # some milliseconds.
+                # The first tokens of sequences are passed on before the step's other events,
+                # because handling those takes some milliseconds.
                 following: list[pb.SequenceEvent] = []
                 for event in message.events:
                     if event.HasField("started"):
@@ -232,7 +239,8 @@ class DecoderPod(Pod):
             error = ProcessLost(error_from_rpc(failure, "the decoder").message)
         finally:
             call.cancel()
-            # `disconnect` is not called here, because it waits for this task.
+            # `disconnect` waits for this task and so cannot be called here. If it is not running,
+            # this task itself ends the writing task and marks the pod as unhealthy.
             if self._tasks and self._tasks[1] is asyncio.current_task():
                 self._tasks[0].cancel()
                 self._tasks = []
@@ -268,7 +276,8 @@ class DecoderPod(Pod):
         if finish_reason or error:
             self._forget(event.sequence_id)
         token_ids = list(event.token_ids)
-        # Prompt logprobs never come after the first token; reading the field costs time.
+        # Prompt logprobs come before the first token or with it. Events with later tokens cannot
+        # have them, so the field is not read, because reading it costs time.
         scores = event.prompt_logprobs if started is not None or not token_ids else ()
         receiver.receive(
             TokenEvent(
@@ -298,8 +307,8 @@ class DecoderPool(Pool[DecoderPod]):
     def _candidates(self) -> list[DecoderPod]:
         """Returns the decoders that accept work and serve the gateway's model.
 
-        If the gateway's model directory does not determine the model, and no decoder of the model
-        served so far is left, the gateway adopts the model of the decoders.
+        The gateway may not know from its own model directory which model it serves. If so, and if
+        no decoder of the model that it has served so far is left, it adopts the decoders' model.
         """
         fitting = self.fitting()
         pods = [pod for pod in fitting if pod.healthy]
@@ -307,7 +316,7 @@ class DecoderPool(Pool[DecoderPod]):
             self._served.adopt(_descriptions(self.serving()))
             fitting = self.fitting()
             pods = [pod for pod in fitting if pod.healthy]
-        # Decoders that are unhealthy for a while count, too: they are expected back.
+        # Unhealthy decoders also count for the context length, because they may soon be back.
         self._served.follow_context(_descriptions(fitting))
         return pods
 

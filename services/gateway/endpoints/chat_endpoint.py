@@ -39,15 +39,22 @@ async def chat_completions(context: RequestContext, body: Body) -> None:
 
 
 async def _stream(context: RequestContext, completion: Completion) -> None:
-    """Sends the answer's chunks while the decoder generates its tokens."""
+    """Sends the answer's chunks while the decoder generates its tokens.
+
+    The first chunks, which only name the role, are held until the first batch of updates. An error
+    before that batch can therefore still be answered with an HTTP status.
+    """
     service, exchange, request = context.service, context.exchange, completion.chat
+    # `include_usage` adds the usage at the end of the stream, `continuous` also to each chunk.
     include_usage, continuous = request.stream_usage
     writer = ChunkWriter(f"chatcmpl-{context.answer_id}", now(), service.model_name, include_usage)
     usage = completion.usage() if continuous else None
     prompt_ids = completion.prompt_token_ids() if request.return_token_ids else None
     pieces: list[bytes] = []
     for choice in range(len(completion.choices)):
+        # All choices have the same prompt, so only the chunk of choice 0 carries the prompt's ids.
         pieces.append(writer.role(choice, usage, None if choice else prompt_ids))
+        # With `echo`, the answer begins with the text of the last message, an assistant's.
         if echoed := request.echoed:
             pieces.append(writer.update(Update(choice, [Text(echoed)], None, None), usage))
     async with aclosing(service.answer(completion)) as answer:
@@ -78,6 +85,8 @@ async def _write_whole(context: RequestContext, completion: Completion) -> None:
         usage=completion.usage(),
     )
     if request.prompt_logprobs is not None:
+        # The logprobs become many Python objects, so they are counted before they are built. If
+        # they do not fit in the gateway's memory, the request is refused here.
         context.slot.memory.add(completion.prompt_scores.num_bytes)
         response.prompt_logprobs = completion.prompt_scores.by_id(
             completion.prompt_token_ids(), service.tokenizer
@@ -113,6 +122,7 @@ def _response_choice(index: int, updates: list[Update], request: ChatRequest) ->
     choice = ResponseChoice(
         index,
         assistant_message(parts),
+        # `answer` has checked that each choice has a finish reason; "stop" satisfies the type.
         updates[-1].finish_reason or "stop",
         Logprobs(entries) if request.logprobs else None,
         updates[-1].stop_reason,

@@ -29,9 +29,9 @@ class Draft:
         token_ids: token ids, with one placeholder per image and video.
         images: images of the prompt, in order.
         videos: videos of the prompt, in order.
-        tail: text after the last special token, with which the model's turn begins. None if the
-            prompt was not rendered from messages.
-        ignored: fields of the request that change no answer of this model.
+        tail: text of the prompt after its last special token. The model continues this text, which
+            may be an opening `<think>` tag. None if the prompt was not rendered from messages.
+        ignored: names of the request's fields that have no effect on this model's answers.
     """
 
     token_ids: list[int]
@@ -47,11 +47,13 @@ class Prompt:
 
     Attributes:
         token_ids: int32 [num_tokens], token ids with expanded placeholders.
-        positions: int32 [3, num_tokens], positions on the axes time, height and width. None without
-            images and videos: the positions are 0 to num_tokens - 1 on each axis then.
-        position_delta: number that is added to a generated token's index for its position.
-        runs: runs of tokens, one for each unit of images and videos. `Run.image` numbers the images
-            first and then the videos.
+        positions: int32 [3, num_tokens], positions on the axes time, height and width. None if the
+            prompt has no images and videos; the positions on each axis are then 0, 1, 2, …
+        position_delta: difference between the position of a generated token and its index in the
+            sequence. The position is the same on all three axes.
+        runs: runs of tokens in order of the prompt, one for each unit of an image or a video.
+            `Run.image` is the number of the image or video: all images are numbered before the
+            videos.
     """
 
     token_ids: Int32s
@@ -78,15 +80,17 @@ class PromptBuilder:
         """Renders and tokenizes a conversation. No BOS token is added, because templates write it.
 
         Args:
-            max_tokens: number of tokens of the context. Much longer text is not tokenized.
+            max_tokens: number of tokens that the prompt may have. Text that is certain to have more
+                is refused before it is tokenized.
 
         Raises:
             InvalidRequest: the template refuses the messages.
-            ContextLengthExceeded: the text is too long for any `max_tokens` tokens.
+            ContextLengthExceeded: the text is longer than any `max_tokens` tokens can be.
         """
         self._tokenizer.check_length(conversation.text, max_tokens)
         ids: list[int] = []
         tail: list[str] = []
+        # Each added token is a piece of its own. The tail starts anew after each special token.
         for piece, is_added in self._template.render(conversation):
             tail.append(piece)
             if is_added:
@@ -139,6 +143,8 @@ class PromptBuilder:
         runs: list[Run] = []
         start, length = 0, 0
         next_image, next_video = iter(enumerate(images)), iter(enumerate(videos, len(images)))
+        # `start` is the first index in `compact` that is not yet copied to `pieces`; `length` is
+        # the number of tokens that `pieces` has.
         for place in np.flatnonzero(is_image | is_video).tolist():
             if is_image[place]:
                 image, units = next(next_image)
@@ -161,6 +167,7 @@ class PromptBuilder:
         if self._geometry is None:
             return 0
         units = [run.unit for run in prompt.runs]
+        # A unit with frames is a pair of frames, and each of its patches covers both.
         num_patches = sum(unit.num_patches * (2 if unit.frames else 1) for unit in units)
         return num_patches * self._geometry.patch_size**2
 

@@ -44,10 +44,11 @@ MAX_ATTEMPTS = 5
 MAX_MOVES = 2
 # Time that encode calls get to report where an embedding came from, after the answer has ended.
 _SOURCES_GRACE_S = 0.05
-# Most bytes of an answer that wait for its client: some 10,000 tokens, or some hundreds with all
-# logprobs. They are counted in steps of the second number.
+# Most bytes of an answer that may wait until its client reads them: some 10,000 tokens, or some
+# hundreds of tokens with all logprobs. The request's memory counts them in steps of the second
+# number.
 MAX_WAITING_BYTES, _WAITING_STEP_BYTES = 4 << 20, 64 << 10
-# Prompts without images that begin with the same tokens, up to this number, prefer one decoder.
+# Prompts without images prefer the same decoder if their first tokens, this many, are equal.
 _AFFINITY_TOKENS = 256
 
 
@@ -60,7 +61,8 @@ class Attempts:
     Args:
         request: request with its prompt, images and sampling parameters.
         encode_timeout_s: timeout in seconds of one encode call.
-        outcome_timeout_s: time in seconds to wait for the end of encode calls to a lost encoder.
+        outcome_timeout_s: longest time in seconds to wait until the encode calls to a lost encoder
+            have ended.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class Attempts:
             encode_timeout_s,
             outcome_timeout_s,
         )
-        # The decoder of the running attempt, its session, and the checkpoint that it serves.
+        # The running attempt's decoder, the name of its session, and the fingerprint of the
+        # checkpoint that it serves.
         self._decoder: DecoderPod | None = None
         self._session = ""
         self._fingerprint: bytes | None = None
@@ -120,8 +123,9 @@ class Attempts:
                     self._mailbox.clear()  # messages of the attempt before
                     await self._submit(self._unfinished)
                     while self._sequences:
-                        # No local variable refers to the messages: a failure among them, which is
-                        # raised below, would refer to this frame, and the frame to the failure.
+                        # The messages are kept in no local variable. A failure among them, which is
+                        # raised below, refers to this frame through its traceback. If the frame
+                        # also referred to the messages, only the garbage collector could free them.
                         events, failure = self._read(await self._mailbox.take(), has_started)
                         if events:
                             has_started = True
@@ -130,8 +134,10 @@ class Attempts:
                             yield events
                         if failure is not None:
                             raise failure
+                        # The caller may have called `extend` while it handled the batch.
                         if extended := self._unfinished.intersection(self._extended):
                             await self._submit(extended)
+                        # The last attempt stays where it is: a move would need one attempt more.
                         may_move = num_moves < MAX_MOVES and attempt < MAX_ATTEMPTS
                         if self._decoder_drains and may_move and self._can_move():
                             num_moves += 1
@@ -164,7 +170,8 @@ class Attempts:
 
         Args:
             token_ids: ids that are appended to the choice. May be empty.
-            max_tokens: number of tokens of the choice, from its start, at which it ends.
+            max_tokens: number of tokens at which the choice ends. All tokens from the start of the
+                choice count, also the appended tokens.
         """
         self._generated[choice].extend(token_ids)
         self._max_tokens[choice] = max_tokens
@@ -184,7 +191,8 @@ class Attempts:
         mailbox = self._mailbox
         mailbox.put(event, event.num_bytes)
         if isinstance(event.error, ProcessLost):
-            # Counted at once: a failed encode call may end the attempt before the event is read.
+            # The loss is counted here and not when the event is read, because a failed encode call
+            # may end the attempt before.
             self._losses.add("decoder", self._session, event.error)
         if mailbox.num_bytes <= self._counted_bytes:
             return
@@ -194,6 +202,8 @@ class Attempts:
             self._request.slot.memory.add(_WAITING_STEP_BYTES)
             self._counted_bytes += _WAITING_STEP_BYTES
         except Overloaded as error:
+            # The waiting events are dropped, so that their memory is free at once. The error takes
+            # their place, and no more events can arrive from the cancelled sequences.
             mailbox.clear()
             mailbox.put(Overloaded(error.message, retry_after_s=1))
             for sequence_id in self._sequences.values():
@@ -211,7 +221,7 @@ class Attempts:
         request = self._request
         images = await self._encodes.assign()
         self._chain = PromptChain(request.prompt.token_ids, images, request.cache_salt)
-        if images:  # The encode calls are sent first: the prompt waits for the images.
+        if images:  # Lets the encode calls be sent first, because the decoder waits for the images.
             await asyncio.sleep(0)
         decoder = self._take_decoder()
         self._span.end()
@@ -230,7 +240,8 @@ class Attempts:
             submit.sampling.min_tokens = min(request.sampling.min_tokens, max_tokens)
             submit.sampling.seed = choice_seed(request.sampling.seed, choice)
             submit.generated_token_ids = generated.tobytes()
-            if choice > 0 or generated:  # The prompt's logprobs come once, before the first token.
+            # The prompt's logprobs arrive once for all choices, before the first token of choice 0.
+            if choice > 0 or generated:
                 submit.sampling.ClearField("prompt_logprobs")
             self._sequences[choice] = decoder.submit(submit, choice, self, self._chain)
 
@@ -245,7 +256,8 @@ class Attempts:
             decoder = decoder or self._choose_decoder(self._losses.excluded["decoder"])
         except Unavailable:
             raise self._losses.no_pod_left() from None
-        # All choices of an answer come from one checkpoint.
+        # All tokens of an answer come from one checkpoint. Once the answer has begun, only a
+        # decoder with the same fingerprint may continue it.
         fingerprint = decoder.description.fingerprint if decoder.description else b""
         has_ended = len(self._unfinished) < self._request.chat.num_choices
         has_begun = has_ended or any(self._generated.values())
@@ -259,7 +271,8 @@ class Attempts:
     def _choose_decoder(self, exclude: Collection[str]) -> DecoderPod:
         request = self._request
         num_tokens = len(request.prompt.token_ids) + request.sampling.max_tokens
-        # Requests with equal keys go to the same decoder, if all else is equal.
+        # Requests with the same key go to the same decoder unless load or cached prompts decide.
+        # The key is that of the first image or frame pair, or else a digest of the first tokens.
         keys, start = self._encodes.keys, request.prompt.token_ids[:_AFFINITY_TOKENS]
         key = keys[0] if keys else blake3(start.tobytes()).digest()
         return self._decoders.choose(self._chain, key, exclude, num_tokens)
@@ -300,7 +313,7 @@ class Attempts:
     def _read(
         self, messages: list[Message], has_started: bool
     ) -> tuple[list[TokenEvent], Exception | None]:
-        """Reads messages up to the first failure that ends the attempt.
+        """Reads messages up to the first failure that ends the attempt, and updates the choices.
 
         Args:
             has_started: True if the attempt has yielded events before.
@@ -313,12 +326,15 @@ class Attempts:
             if not isinstance(message, TokenEvent):
                 if isinstance(message, Overloaded) or not (has_started or events):
                     return events, message
-                continue  # A failed encode call: the decoder has got the embedding elsewhere.
+                # An encode call has failed, but the attempt has tokens. So the decoder has all
+                # embeddings, and got this one from its own memory or from Redis.
+                continue
             choice = message.choice
             if choice not in self._sequences:
-                continue
+                continue  # The choice has been stopped.
             if message.decoder_drains:
                 self._decoder_drains = True
+                # An event that only reports the draining is not for the caller.
                 if not (message.token_ids or message.is_last or message.prompt_logprobs):
                     continue
             if message.error is not None:
@@ -332,10 +348,13 @@ class Attempts:
         return events, None
 
     def _decoder_failure(self, error: TriptychError) -> Exception:
-        """Returns the exception for the error of a sequence: another pod may help, or none can."""
+        """Returns the exception for the error of a sequence: a `RetryableFailure` if another pod
+        may succeed, and otherwise the error itself.
+        """
         if isinstance(error, EmbeddingLost):
             return RetryableFailure(error, "encoder", error.encoder_address)
-        if isinstance(error, Cancelled):  # Not by this gateway, which ignores events afterwards.
+        # This gateway did not cancel the sequence: `DecoderPod` passes on no event after `cancel`.
+        if isinstance(error, Cancelled):
             error = Unavailable("the decoder cancelled the request")
         if isinstance(error, InvalidGrammar):
             error.param = self._request.answer_format.grammar_param

@@ -1,9 +1,9 @@
-"""The use case of all endpoints that generate text: from a checked request to the answer's updates.
+"""The service behind all endpoints that generate text: it turns requests into updates of answers.
 
 `ChatService.prepare` does everything that can refuse a request: limits, images, prompt, sampling.
 `ChatService.answer` then runs the request on an encoder and a decoder, and yields text as it
-arrives. `endpoint` is the HTTP side of both. Errors are `TriptychError`s. Work on long text runs in
-threads, so that the event loop stays free.
+arrives. The classes of `endpoints/` call both methods and speak HTTP to the client. Errors are
+`TriptychError`s. Work on long text runs in threads, so that the event loop stays free.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -40,7 +40,8 @@ from services.gateway.tokenizer.tokenizer import ModelTokenizer
 # Text up to this many characters is tokenized in the event loop, longer text in a thread.
 _INLINE_TOKENIZE_CHARS = 8192
 _TEXT_THREADS = 4
-# Length of a prompt that `truncate_prompt_tokens` may cut, as a multiple of the context.
+# A prompt that is longer than the context may be cut by `truncate_prompt_tokens`. A prompt longer
+# than this multiple of the context is refused, because tokenizing it would take too long.
 MAX_TRUNCATED = 8
 
 
@@ -93,8 +94,8 @@ class ChatService:
             request: request whose fields have been checked one by one.
             request_id: id of the request in logs and traces.
             timings: times of the request's stages, which are recorded here.
-            slot: admission slot of the request. Counts the memory of images and the use of the
-                tenant's limits, and may refuse both.
+            slot: admission slot of the request. The slot counts the memory of images and the tokens
+                of the tenant. It refuses the request if either exceeds its limit.
             draft: prompt of the request. None if the request's messages have to be rendered.
 
         Raises:
@@ -107,7 +108,8 @@ class ChatService:
         draft = self._truncated(draft, request, decoder.max_model_len)
         answer_format = await self.answers.format_of(request, draft.tail)
         sampling = self.sampling.read(request, decoder.vocab_size)
-        # The length is checked before images are loaded, with one token per image, and again after.
+        # The length is checked twice. Here each image counts as one token, so that a text that is
+        # too long is refused before any image is loaded. Below, each image has all its tokens.
         self.sampling.limit(sampling, request, len(draft.token_ids), decoder.max_model_len)
         images: list[Image] = []
         videos: list[Video] = []
@@ -134,6 +136,7 @@ class ChatService:
             ],
             ignored=draft.ignored,
         )
+        # Refuses a prompt that is too long for the prompt logprobs that the request wants.
         completion.prompt_scores.check(request, len(prompt.token_ids))
         num_tokens = len(prompt.token_ids) + request.num_choices * sampling.max_tokens
         num_pixels = self.prompts.num_pixels(prompt)
@@ -165,13 +168,13 @@ class ChatService:
                 for event in events:
                     choice = completion.choices[event.choice]
                     if choice.finish_reason is not None:
-                        continue
+                        continue  # The choice has ended early, and the batch has later events.
                     if event.started is not None:
                         completion.record_start(event.started)
                     if event.prompt_logprobs:
                         completion.prompt_scores.add(event.prompt_logprobs)
                         if not event.token_ids:
-                            continue
+                            continue  # The event has no part of the answer's text.
                     updates.append(choice.feed(event))
                     if choice.finish_reason is not None and not event.is_last:
                         attempts.stop(event.choice)
@@ -185,7 +188,9 @@ class ChatService:
     def _events(
         self, completion: Completion, attempts: Attempts
     ) -> AsyncGenerator[list[TokenEvent]]:
-        """Returns the events of a request, whose reasoning may have a budget."""
+        """Returns the events of a request. If the request limits its reasoning, `BoundedThinking`
+        ends the reasoning at the limit.
+        """
         budget = thinking_budget(
             completion.chat, completion.answer_format, completion.choices, self.tokenizer
         )
@@ -281,8 +286,8 @@ class ChatService:
         """Tokenizes text that is not rendered, in a thread if the text is long.
 
         Args:
-            add_special_tokens: True if BOS and the like are added. None encodes plain text, in
-                which names of added tokens are text, too.
+            add_special_tokens: True if the tokenizer adds its special tokens, such as BOS. None if
+                the text is plain text, in which even the name of a special token is only text.
         """
         if len(text) <= _INLINE_TOKENIZE_CHARS:
             return self._encode(text, add_special_tokens)
@@ -294,7 +299,12 @@ class ChatService:
         return self.tokenizer.encode_prompt(text, add_special_tokens)
 
     async def check_ids(self, name: str, ids: Sequence[int], vocab_size: int) -> None:
-        """Checks the token ids of a field, in a thread if there are many.
+        """Checks the token ids of a field. Many ids are checked in a thread.
+
+        Args:
+            name: name of the field, for the error.
+            ids: token ids of the field.
+            vocab_size: number of tokens that the model has.
 
         Raises:
             InvalidRequest: an id is outside the vocabulary.
@@ -305,8 +315,10 @@ class ChatService:
             await self.threads.run(check_ids, name, ids, vocab_size)
 
     def _truncated(self, draft: Draft, request: ChatRequest, max_tokens: int) -> Draft:
-        """Returns the prompt, cut as `truncate_prompt_tokens` says. -1 there leaves room for the
-        answer that the request wants, or for a quarter of the context if that is less.
+        """Returns the prompt, cut to the number of tokens that `truncate_prompt_tokens` names.
+
+        If the field is -1, the cut leaves room for the answer: as many tokens as the request wants
+        at most, but no more than a quarter of the context.
         """
         limit = request.truncate_prompt_tokens
         if limit is None:
@@ -318,6 +330,7 @@ class ChatService:
             return draft
         if draft.images or draft.videos:
             raise InvalidRequest("a prompt with images is not cut", param="truncate_prompt_tokens")
+        # As in tokenizers, the side is the end of the prompt that is cut off.
         is_right = request.truncation_side == "right"
         ids = draft.token_ids[:limit] if is_right else draft.token_ids[-limit:]
         return replace(draft, token_ids=ids)

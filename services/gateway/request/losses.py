@@ -1,9 +1,9 @@
 """The pods that have failed one request. This is the only place that counts lost processes.
 
-A request may be the reason why a process died that worked on it. So the request is tried once more
-on another pod, and ends when a second decoder, or a second encoder, is lost while it has the
-request. Pods that fail without dying, or before they were sent anything, are excluded and not
-counted.
+A process may die because of the request that it works on. The request is therefore tried only once
+more on another pod: it ends when a second decoder, or a second encoder, is lost while working on
+it. Pods that fail without dying are excluded from further attempts, but are not counted. The same
+holds for pods that were lost before the request was sent to them.
 """
 
 from collections import Counter
@@ -47,14 +47,16 @@ class Losses:
     Attributes:
         excluded: names of the pods that have failed, by service.
         num_lost: number of processes that were lost while they had the request, by service.
-        refusal: error of a request that is itself at fault. None if there is none.
+        refusal: error of the request if a pod has found the request itself at fault. None if no pod
+            has.
     """
 
     def __init__(self) -> None:
         self.excluded: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
         self._lost: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
         self.num_lost: Counter[Service] = Counter()
-        # Encoders whose engines ended while they worked on an image or a video, by its `param`.
+        # (place in the request, kind) of an image or video -> encoders whose engines ended while
+        # they worked on it.
         self._blamed: dict[tuple[str, Kind], set[str]] = {}
         self.refusal: InvalidRequest | None = None
         self._cause: TriptychError | None = None  # error of the last failure
@@ -67,7 +69,8 @@ class Losses:
         param: str = "",
         kind: Kind = IMAGE,
     ) -> None:
-        """Excludes a pod that has failed. Counts a lost pod once, however often it is reported.
+        """Excludes a pod that has failed. A lost pod is counted once, even if several calls to the
+        pod report the loss.
 
         Args:
             error: error of the pod. `ProcessLost` counts as a loss.
@@ -84,7 +87,10 @@ class Losses:
             self.num_lost[service] += 1
 
     def readmit_encoders(self) -> None:
-        """Allows all encoders again. Encoders that were lost stay counted."""
+        """Allows all encoders again, because the only encoder is to be tried a second time.
+
+        The losses so far stay counted. An encoder that is lost after this call counts once more.
+        """
         self.excluded["encoder"].clear()
         self._lost["encoder"].clear()
 
