@@ -102,7 +102,8 @@ class Engine:
         self.scheduler = Scheduler(
             info,
             self._blocks,
-            # A step without its mask is computed again, which recurrent states do not allow.
+            # If a mask comes too late, the same token is computed again in a later step. That would
+            # change a recurrent state twice.
             late_masks=overlap and not info.has_states,
             step_ms=step_ms,
             step_cost=self._step_cost,
@@ -120,7 +121,7 @@ class Engine:
         self._read_at = 0.0  # when the last step's result was read
         self._busy_s = 0.0  # how long steps were in flight
         self._busy_since = 0.0  # when a step was last launched while none was in flight
-        self._sent = _gauges(self.stats())
+        self._sent = _gauges(self.stats())  # the gauges of the last `StepDone`
 
     @property
     def has_work(self) -> bool:
@@ -129,7 +130,7 @@ class Engine:
 
     @property
     def waits(self) -> bool:
-        """True if `step` should be called only after further messages."""
+        """True if `step` should be called later, because the launched step waits for masks."""
         return self.gate.waits
 
     def find(self, sequence_id: int) -> Sequence | None:
@@ -189,8 +190,8 @@ class Engine:
     def mask_ready(self, sequence_id: int, num_generated: int, mask: Int32Array) -> None:
         """Takes the mask for a sequence's next token; a mask for another token is an error.
 
-        A mask that the sequence has had already is ignored: a process that replaces a mask process
-        does not know which masks were sent before.
+        A mask that the sequence has had already is ignored: a mask process that replaces one that
+        has ended may send the same masks again.
 
         Args:
             sequence_id: id of the sequence, which may have ended.
@@ -206,6 +207,8 @@ class Engine:
             self._finish(sequence, "failed", problem)
             return
         sequence.num_masked = num_generated
+        # If no launched step waits for the mask, the sequence joins the next step, which has to be
+        # planned with it.
         if not self.gate.put(sequence, mask):
             self._discard_plan()
         self.scheduler.mask_ready(sequence, mask)
@@ -216,7 +219,10 @@ class Engine:
             self._finish(sequence, "aborted")
 
     def step(self) -> StepDone | None:
-        """Launches the next step, reads the step before, and returns its events, if any."""
+        """Launches the next step, and reads and postprocesses the result of the step before.
+
+        Returns what has changed for the front. None if there is nothing to report.
+        """
         self._sample()
         batch = self.planned[0] if self.planned is not None else self.scheduler.schedule()
         if batch.chunks:
@@ -226,6 +232,7 @@ class Engine:
             output = pending.result()
             self.pending.popleft()
             now = self._clock()
+            # The gate learns which step the device computes from now on.
             self.gate.read(self.pending[0][1] if self.pending else None, now)
             if not self.pending:
                 self._busy_s += now - self._busy_since
@@ -299,6 +306,7 @@ class Engine:
         self._num_steps += 1
         self.pending.append((self.scheduler.step, batch, pending))
         self.gate.launched(batch, pending)
+        # Blocks of chunks from the device, which come first, are registered when the ids arrive.
         for chunk in reversed(batch.chunks):
             if chunk.from_device:
                 break
@@ -309,9 +317,9 @@ class Engine:
     def _measure(self, batch: Batch, now: float) -> None:
         """Corrects the step cost by a step whose result was read at `now`.
 
-        The step began when the step before was read, or at the later launch.
-        A step that waited for masks is left out. Every `decode_period`th of the steps with decodes
-        alone is enough.
+        The step is taken to begin when the result of the step before was read, or at its own launch
+        if that was later. A step that waited for masks is left out. Of the steps that have only
+        decodes, one in `decode_period` is used.
         """
         ms = (now - max(self._read_at, batch.launched_at)) * 1e3
         self._read_at = now
@@ -323,7 +331,7 @@ class Engine:
             self._step_cost.observe(load, ms)
 
     def _discard_plan(self) -> None:
-        """Reverts the planned step, which has to happen before a sequence leaves or joins it."""
+        """Reverts the planned step, if any, because the sequences that it should have change."""
         if self.planned is not None:
             batch, _ = self.planned
             self.planned = None
@@ -351,7 +359,7 @@ class Engine:
         logprobs = output.logprobs
         sampling = [chunk for chunk in batch.chunks if chunk.samples]
         rows, counts = output.token_ids.tolist(), output.num_tokens.tolist()
-        if batch.late:
+        if batch.late:  # a sample whose mask came too late is no token
             counts = [0 if c.is_void else n for c, n in zip(sampling, counts, strict=True)]
         for index, (chunk, ids, count) in enumerate(zip(sampling, rows, counts, strict=True)):
             sequence = chunk.sequence
@@ -359,7 +367,8 @@ class Engine:
             if sequence.state is finished:
                 continue
             if count != chunk.limit:
-                if sequence.state is SequenceState.RUNNING:  # else it begins again
+                # The plan counted `limit` tokens. A preempted sequence begins again at 0 anyway.
+                if sequence.state is SequenceState.RUNNING:
                     sequence.num_computed_tokens -= chunk.limit - count
                 if count == 0:
                     continue
@@ -386,13 +395,15 @@ class Engine:
                 self._finish(sequence, reason, event=event)
                 continue
             events.append(event)
+            # These tokens, or the one before them, have filled a block.
             if len(sequence.token_ids) % block_size <= count:
                 self._blocks.register(sequence)
 
     def _send_scores(self, chunk: Chunk, scores: Scores) -> None:
         """Sends logprobs of prompt tokens that were not sent yet.
 
-        A preempted sequence computes its prompt again, and its logprobs are not sent again.
+        A preempted sequence computes its prompt again. The logprobs of its first `num_scored`
+        tokens have been sent by then, and only the others of the chunk are sent.
         """
         sequence = chunk.sequence
         known = max(0, sequence.num_scored - chunk.start)
@@ -451,7 +462,7 @@ class Engine:
             self._events.append(event)
 
     def _first_in_flight(self) -> int:
-        """Returns the number of the oldest step in flight, or of the next step if there is none."""
+        """Returns the number of the oldest step in flight. The next step's if none is in flight."""
         return self.pending[0][0] if self.pending else self.scheduler.step + 1
 
 
@@ -470,7 +481,7 @@ def _append(sequence: Sequence, ids: list[int]) -> str | None:
             reason = "length"
         else:
             continue
-        del ids[len(token_ids) - known :]
+        del ids[len(token_ids) - known :]  # these were sampled behind the end
         return reason
     return None
 

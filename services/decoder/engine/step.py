@@ -49,8 +49,8 @@ class RowStart(msgspec.Struct, array_like=True, frozen=True):
         sequence_id: id of the sequence, for logs and tests.
         position_delta: a completion token at index j of the sequence has position
             j + position_delta on each axis.
-        checkpoint: slot of the recurrent state that is copied to the row's state; -1 if the row
-            begins with the token at index 0, which needs no state.
+        checkpoint: slot whose recurrent state becomes the row's state; -1 if the sequence is
+            computed from its first token on, so that the row begins without a state.
     """
 
     row: int
@@ -65,8 +65,8 @@ class RowSampling(msgspec.Struct, frozen=True):
     Attributes:
         row: row number, as in the same step's `RowStart`.
         params: sampling parameters of the sequence.
-        num_prompt_tokens: length of the prompt. The number of tokens behind the prompt is compared
-            with `min_tokens`, and selects the random numbers of a seed.
+        num_prompt_tokens: length of the prompt. The sampler derives the number of completion tokens
+            from it, for `min_tokens` and for the random numbers of a seed.
         prompt_token_ids, completion_token_ids: int32 ids of the tokens that penalties count; empty
             if there are no penalties.
     """
@@ -156,8 +156,8 @@ class SampleStep(msgspec.Struct):
         row_starts: sampling parameters of the rows of `ComputeStep.row_starts`.
         masked: `[M]`, samples that have a token mask, as indices into the B samples.
         token_masks: `[M, ceil(vocab_size / 32)]` int32; bit i of word w allows token 32 * w + i.
-        late: `[L]`, further samples that have a token mask, which has not arrived yet. If there is
-            any, the step is computed and not sampled before `PendingStep.sample`.
+        late: `[L]`, further samples, whose token masks have not arrived yet. If there are any, the
+            step is computed at once and sampled only when `PendingStep.sample` is called.
         followers: the tokens that follow the runs of `ComputeStep.scored`, run after run.
     """
 
@@ -189,9 +189,9 @@ class StepOutput(NamedTuple):
 
     A runner with `info.max_tokens_per_step` k = 1 yields exactly one token for each sample. A
     runner with a larger k yields between 1 and `ComputeStep.limits` tokens, and has computed the
-    keys and values of all of them but the last. Then exactly the last token of the sequence lacks
-    keys and values. The next step may be launched before the number of tokens is known. A sequence
-    that failed has one id, which is `NOT_FINITE` or `ALL_MASKED` of `kernels.sampling`.
+    keys and values of all of them but the last. So in both cases only the sequence's last token
+    lacks keys and values. The next step may be launched before the host knows the number. A
+    sequence that failed has one id, which is `NOT_FINITE` or `ALL_MASKED` of `kernels.sampling`.
     """
 
     token_ids: Int32Array  # [B, k]; the first num_tokens of each row are valid
@@ -242,7 +242,7 @@ class Runner(Protocol):
         """Launches one step and returns without waiting for the device.
 
         If the call raises, part of the step may have run. The rows of the step's chunks are then
-        undefined, and their sequences have to start again. Updates of other rows and their block
-        tables have to be sent again.
+        undefined, so their sequences have to start again. Row starts and block updates of rows
+        without a chunk may be lost, too, so a later step has to repeat them.
         """
         ...

@@ -201,7 +201,8 @@ class DecoderFront(InputListener):
 
     def _submit(self, sequence: _Sequence, submit: pb.Submit) -> None:
         stream = sequence.stream
-        # Events of two sequences with one id could not be told apart, so both end, in one event.
+        # The gateway could not tell the events of two sequences with one id apart. Both end here:
+        # the older is aborted without an event, and the error event of the newer ends both.
         if (duplicate := stream.sequences.pop(submit.sequence_id, None)) is not None:
             self._abort(duplicate)
             duplicate.span.end()
@@ -272,8 +273,8 @@ class DecoderFront(InputListener):
     async def drain(self, grace_s: float) -> None:
         """Refuses new sequences and waits until the running sequences have ended.
 
-        Sequences that may take longer than the grace period are handed over to other decoders.
-        Sequences that are left at its end fail. All streams close after their last events.
+        Gateways are asked to continue the sequences that may outlast the grace period on another
+        decoder. Sequences that still run at its end fail. Each stream closes after its last event.
 
         Args:
             grace_s: length of the grace period, in seconds.

@@ -24,8 +24,8 @@ from services.decoder.metrics import DecoderMetrics
 
 log = logging.getLogger(__name__)
 
-# Gateways name another encoder when the first encoder does not answer. A sequence that names
-# another encoder replaces a running fetch that has taken this long.
+# If an encoder does not answer, gateways name another encoder for the same image. A sequence that
+# names another encoder than a running fetch calls replaces the fetch once it has lasted this long.
 _TAKEOVER_S = 1.0
 _STANDSTILL_S = 30.0
 
@@ -96,8 +96,8 @@ class EmbeddingSource:
         fetcher: client of the encoders.
         cache: Redis. None if the settings name none.
         metrics: metrics of the decoder.
-        standstill_s: a sequence fails if, for this many seconds, an image's encoder has sent
-            nothing, or no encoder has reported work on any of the sequence's images.
+        standstill_s: seconds after which a waiting sequence fails, if the encoder of an image has
+            sent no message, or no encoder has reported work on any of the sequence's images.
         takeover_s: seconds after which a sequence that names another encoder replaces a fetch.
     """
 
@@ -177,6 +177,7 @@ class EmbeddingSource:
 
     def release(self, entry: ArenaEntry) -> None:
         """Releases a reference to an entry."""
+        # A fetch holds a reference, so nothing writes an uncommitted entry whose last one this is.
         if entry.references == 1 and not entry.committed:
             del self._writes[entry.key]
         self.arena.release(entry)
@@ -243,8 +244,12 @@ class EmbeddingSource:
     async def _wait(
         self, request: ImageRequest, write: _EmbeddingWrite, sequence: _WaitingSequence
     ) -> ImageRequest:
-        """Waits until an embedding is complete, and returns its request. The fetch of another
-        sequence serves this sequence, too.
+        """Waits until an embedding is complete, and returns its request.
+
+        Each turn of the loop waits for the fetch under way, which may be another sequence's, and
+        starts a fetch if there is none. If the fetch calls another encoder than this sequence
+        names, the sequence replaces it once, after `takeover_s`. Otherwise the sequence fails after
+        `standstill_s` without news.
         """
         address, progress = request.encoder_address, write.progress
         joined, has_taken_over = write.fetch is not None, False
@@ -257,6 +262,7 @@ class EmbeddingSource:
             if may_take_over:
                 timeout_s = progress.started_at + self.takeover_s - now
             else:
+                # Both kinds of news have to come, so the one that is older decides.
                 last_report_at = min(progress.last_message_at, sequence.last_work_at)
                 timeout_s = last_report_at + self.standstill_s - now
                 if timeout_s <= 0:
@@ -267,6 +273,7 @@ class EmbeddingSource:
             try:
                 finished, _ = await asyncio.wait({joint}, timeout=max(0.0, timeout_s))
                 if not finished:
+                    # Another sequence may have replaced the fetch meanwhile.
                     if may_take_over and write.fetch is fetch and not fetch.task.done():
                         has_taken_over = True
                         self._start(write, address)
@@ -302,7 +309,8 @@ class EmbeddingSource:
             try:
                 await asyncio.wait((replaced,))
             except asyncio.CancelledError:
-                await asyncio.wait((replaced,))  # one writer at a time
+                # This fetch is cancelled, too, and must not end before the first writer has.
+                await asyncio.wait((replaced,))
                 raise
             if entry.committed:
                 return
@@ -326,7 +334,7 @@ class EmbeddingSource:
             self.metrics.fetch_errors.labels(error.kind).inc()
             raise
         entry.digest = digest
-        write.progress.report(in_work=True)
+        write.progress.report(in_work=True)  # for the sequence's other images, see `last_work_at`
         del self._writes[entry.key]
         self.arena.commit(entry)
 

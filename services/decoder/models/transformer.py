@@ -9,9 +9,9 @@ DeepStack features are added to the visual tokens after the first decoder layers
 With tensor parallelism, a rank holds some heads of attention and of linear attention, a share of
 the intermediate size of each MLP and each expert, and a part of the vocabulary. Norms, routers and
 the embedding table are whole on each rank. Layers declare which rows or columns of the files they
-hold (`collectives.Share`). The `o_proj` and `down_proj` of a rank give a term of a sum, and
-`row_parallel` sums the terms of all ranks between the GEMM and the residual addition. Rank 0 gets
-the logits of all ranks. `rank_spec` computes the sizes of one rank's part.
+hold (`collectives.Share`). The outputs of `o_proj` and `down_proj` on one rank are only a term of
+the layer's output. `row_parallel` sums the terms of all ranks before it adds the residual. Rank 0
+gets the logits of all ranks. `rank_spec` computes the sizes of one rank's part.
 """
 
 from typing import cast
@@ -86,7 +86,8 @@ class Attention(nn.Module):
         """Returns the output of attention, `[T, num_heads * head_dim]`.
 
         Args:
-            qkv: output of `qkv_proj`, or split-K partials of it.
+            qkv: output of `qkv_proj`, `[T, N]`, or its split-K partials `[S, T, N]`, which are
+                summed by the kernel that reads them.
             kv_cache: cache of this layer.
             step: context of the step.
         """
@@ -109,6 +110,7 @@ class Attention(nn.Module):
             return kernels.fused_decode_attention(
                 heads, metadata.block_ids, metadata.first_blocks_device, metadata.seq_lens_device
             )
+        # For some steps, the backend reads the step's own keys and values beside the cache.
         keys_values = None
         if metadata.wants_keys_values:
             num_kv_heads, head_dim = kv_cache.shape[-2:]
@@ -194,6 +196,8 @@ class Transformer(nn.Module):
         self.ops, self.ranks = ops, ranks
         self.embed_tokens = embedding(text.vocab_size, text.hidden_size)
         self.rope = RotaryEmbedding(text.rope)
+        # Quantized checkpoints leave the gates of linear attention unquantized. The gates then need
+        # a GEMM of their own.
         merge_gates = spec.checkpoint.quantization is None
         mixers: dict[int, Mixer] = {}
         for number, index in enumerate(text.attention_layers):
@@ -208,7 +212,7 @@ class Transformer(nn.Module):
         tied = text.tie_word_embeddings
         self.lm_head: Linear | None = None
         head: dict[str, str] = {}
-        if not tied or ranks.count > 1:
+        if not tied or ranks.count > 1:  # a rank's head is a part of the whole table
             rows = ranks.share(text.vocab_size, "vocab_size")
             self.lm_head = Linear(text.hidden_size, rows)
             table = f"{spec.checkpoint.text_prefix}embed_tokens."
@@ -236,7 +240,8 @@ class Transformer(nn.Module):
             kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`, cache of
                 the full attention layers.
             metadata: layout of the step for attention.
-            visual: embeddings of the step's image tokens. None if the step can have no images.
+            visual: embeddings of the step's image tokens, which replace those of their token ids.
+                None if the step can have no images.
             rows: `[R]` int64, tokens whose hidden states are returned. None for all tokens.
 
         Returns:
@@ -259,7 +264,8 @@ class Transformer(nn.Module):
             visual.replace(residual)
         stream, last = Stream(residual), len(self.layers) - 1
         # No token attends to the output of the last layer, so its MLP may run for `rows` alone.
-        # DeepStack needs all tokens; it adds after the last layer only of very shallow models.
+        # If DeepStack features are added after the last layer, which only very shallow models do,
+        # that layer returns all tokens, because the features are numbered among all tokens.
         adds_last = visual is not None and visual.adds_after(last)
         for index, layer in enumerate(self.layers):
             stream = layer(stream, step, rows if index == last and not adds_last else None)

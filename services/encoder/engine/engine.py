@@ -60,8 +60,8 @@ class Engine:
         runner: owner of the device. Runs the vision tower.
         preprocessor: decodes and resizes the images, in the threads of the pool.
         max_batch_patches: most patches of a batch, before merging.
-        workers: number of threads of the preprocessing pool. Videos of one tenant occupy at most
-            one thread less.
+        workers: number of threads of the preprocessing pool. The videos of one tenant occupy at
+            most `workers` - 1 of them, but a pool of one thread prepares videos, too.
     """
 
     def __init__(
@@ -155,6 +155,11 @@ class Engine:
                 self._mailbox.put(message)
 
     def _queue_preparation(self, message: EncodeImage) -> None:
+        """Queues an image for the pool, or its video, unless the video is queued already.
+
+        One queued turn of a video stands for all of its frames that wait. The thread that takes the
+        turn asks `VideoTurns` for the frames that come first.
+        """
         turn = message.rank, message.job_id
         video, frames = message.source.video, message.unit.frames
         if video is None or frames is None:
@@ -186,6 +191,7 @@ class Engine:
             with ExitStack() as video_turn:
                 if tenant is not None and job.source.video is not None:
                     name = job.source.video.file.name
+                    # The turn was queued by one job, but earlier frames may have come since.
                     job = self._jobs[self._video_turns.take(name)]
                     video_turn.callback(self._end_video_turn, name, tenant)
                 self._preprocess(job, video_turn)
@@ -246,10 +252,13 @@ class Engine:
             case Shutdown():
                 self._stopping = True
             case Ping():
-                if not self._launched:  # else the end of a batch shows that this process works
+                # While batches are on the device, only the end of a batch proves that it works.
+                if not self._launched:
                     self._send(Pong())
             case CancelImage():
                 job = self._jobs.get(item.job_id)
+                # A job that is being prepared ends when it comes back from the pool, and a job on
+                # the device ends with its batch.
                 if job is not None and (job.waits_for_place or self._batcher.remove(item.job_id)):
                     self._end(item.job_id, Cancelled("the image was cancelled"))
             case PlaceImage():
@@ -290,18 +299,22 @@ class Engine:
             raise
         except Exception:
             logging.exception("a batch of %d images failed; trying smaller batches", len(images))
-            while self._launched:
+            while self._launched:  # earlier batches end before the device recovers
                 self._finish(self._launched.popleft())
             self._runner.recover()
             self._busy_since = time.monotonic()
             self._run_apart(images)
         else:
             self._launched.append(batch)
+            # A batch that is done at once, as on the CPU, needs no waiter: `_finish_done` follows.
             if not self._runner.is_done(batch):
                 self._awaited.put(batch)
 
     def _run_apart(self, images: Sequence[Job]) -> None:
-        """Runs the images of a failed batch: halves them until an image that fails is alone."""
+        """Runs the images of a failed batch again, and each half apart if they fail again.
+
+        An image that fails alone ends with the error.
+        """
         try:
             launched = self._runner.launch(images)
         except Exception as error:
@@ -357,8 +370,8 @@ class Engine:
     # Methods of several threads: messages to the front.
 
     def _report_begun(self, *job_ids: int) -> None:
-        """Reports to the front that work on these jobs begins, before it does. If the work ends
-        this process, the front knows which images may have caused that.
+        """Reports to the front that work on these jobs is about to begin. If this process dies
+        during the work, the front knows which images may have caused that.
         """
         with self._sending:
             self._active.update(job_ids)

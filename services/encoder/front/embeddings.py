@@ -177,7 +177,7 @@ class Embeddings:
         entry = self._memory.arena.get(key)
         self._metrics.memory_lookups.labels("hit" if entry else "miss").inc()
         if entry:
-            self._sources.put(key, work)
+            self._sources.put(key, work)  # for a later encode, if the entry is evicted
             return Encoded(Origin.MEMORY)
         if encode := self._running(key):
             del work  # the encode has its own copy, and a second one would not be counted
@@ -191,8 +191,8 @@ class Embeddings:
     ) -> AsyncGenerator[Reading]:
         """Acquires an embedding for the block, and releases it afterwards.
 
-        The call waits until the first bytes are about to be written, by an encode in flight or by
-        an encode that has not been requested yet.
+        The call waits until an encode begins to write the first bytes. If no encode of the key is
+        in flight, the call first waits until somebody requests one.
 
         Args:
             key: key of the embedding.
@@ -248,14 +248,15 @@ class Embeddings:
     async def _acquire_from(self, encode: _Encode, progress: Progress | None) -> Reading | None:
         """Acquires the entry that an encode writes.
 
-        Returns None if the encode has ended, so that its result has to be looked up.
+        Returns None if the encode has ended before its entry could be acquired. The caller then
+        looks the key up again. Raises the error of an encode that failed.
         """
         work = encode.flight.join()
         try:
             await self._memory.wait_first({work, encode.entry}, progress, in_work=True)
             if not work.done():
                 entry = encode.entry.result()
-                # The encode may have failed before its future is done.
+                # The encode may have failed although the future of its task is not done yet.
                 if self._memory.try_acquire(entry):
                     return Reading(entry, self._memory, self._memory.written_ranges(entry), work)
                 await asyncio.wait({work})
@@ -325,7 +326,7 @@ class Embeddings:
         source, unit, share = encode.work
         self._admission.leave(share, unit.num_patches)
         self._queued_bytes -= source.num_bytes
-        if self._encodes.get(encode.key) is encode:
+        if self._encodes.get(encode.key) is encode:  # else a newer encode has replaced it
             del self._encodes[encode.key]
         del encode.flight  # the traceback of its error refers to the encode
         if not task.cancelled() and task.exception() is None:
@@ -349,9 +350,9 @@ class Embeddings:
         lookup_s = time.monotonic() - start
         entry = await self._memory.reserve(encode.key, encode.spec)
         try:
-            if not entry.committed:
+            if not entry.committed:  # else the entry has been written meanwhile
                 self._memory.begin(entry)
-                encode.entry.set_result(entry)  # for readers, before it can be evicted
+                encode.entry.set_result(entry)  # readers acquire it while this call holds it
                 if redis is not None and encode.need_bytes and await self._read(redis, entry):
                     return Encoded(Origin.REDIS, time.monotonic() - start)
                 times = await self._compute(encode.job, entry)
@@ -387,7 +388,7 @@ class Embeddings:
 
     def _written(self, entry: ArenaEntry, rank: float, done: "asyncio.Future[StageTimes]") -> None:
         """Commits or aborts an entry that the engine no longer uses, and releases it."""
-        self._admission.ran(rank)
+        self._admission.ran(rank)  # the engine is done with the image of this rank
         if done.exception() is None:
             self._metrics.images_encoded.inc()
             self._memory.commit(entry)

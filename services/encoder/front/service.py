@@ -1,4 +1,4 @@
-"""The encoder's gRPC methods: calls become embeddings and files, failures become error statuses.
+"""The encoder's gRPC methods: they make, send and store embeddings, videos and files.
 
 Gateways call `Encode` for images, pairs of video frames and clients' embeddings, `Probe` for a
 video, and `Upload` and `Download` for files that clients refer to later. Decoders call `Fetch`.
@@ -51,8 +51,8 @@ Request = TypeVar("Request", bound=Message)
 _CHUNK_BYTES = 1 << 20
 # A reader that does not end its call holds its entry in shared memory for at most this long.
 _MAX_READ_S = 10.0
-# A draining encoder stops after this long without a call: gateways notice within a second that it
-# drains, and decoders fetch embeddings that were encoded.
+# A draining encoder stops after this long without a call. Gateways need up to a second to notice
+# the drain, and decoders then still fetch the embeddings that were encoded here.
 _QUIET_S = 2.0
 _POLL_S = 0.05
 _MESSAGE_TIMEOUT_S = 30.0
@@ -76,6 +76,7 @@ class EncoderServicer(Servicer):
     """
 
     SERVICE = pb.DESCRIPTOR.services_by_name["Encoder"]
+    # The methods that read their message themselves, from a stream; see `Servicer`.
     READING = "Encode", "Probe", "Upload"
     SERIALIZERS: ClassVar = {"Fetch": serialize}
 
@@ -143,8 +144,9 @@ class EncoderServicer(Servicer):
     async def _encode(self, context: grpc.aio.ServicerContext) -> tuple[Encoded, int]:
         """Encodes a call's image, and returns the result and the number of tokens.
 
-        The message is dropped before the call waits. Then the queue of `Embeddings` has the only
-        copy of the file, which it counts; copies of calls that join an encode would not be counted.
+        The message is dropped before the call waits. `Embeddings` counts the bytes of one file for
+        each encode. A call that joins an encode brings a second copy of the file, which nobody
+        counts, so no call may hold its copy while it waits.
         """
         async with self._message(context, pb.EncodeRequest) as message:
             share = share_of(message)
@@ -158,7 +160,7 @@ class EncoderServicer(Servicer):
         return await encoding, spec.num_tokens
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
-        """Sends an embedding as it is written, and its digest at the end."""
+        """Sends an embedding while it is being written, and its digest at the end."""
         async with self._call("fetch", context) as parent:
             key = checked_key(request.image_key)
             progress = FetchProgress(context) if request.tell_waiting else None
@@ -239,7 +241,8 @@ class EncoderServicer(Servicer):
     async def _upload(self, context: grpc.aio.ServicerContext) -> bytes:
         """Stores the file of a call, and returns its digest.
 
-        The message is a local variable here, so that `_fail` can free it by clearing the frame.
+        `_fail` clears the frames of functions that have ended with the error. `Upload` itself still
+        runs then, so the message is a local variable of this function.
         """
         async with self._message(context, pb.UploadRequest) as message:
             return await self._files.put(message.tenant, message.file)

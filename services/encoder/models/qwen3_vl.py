@@ -104,8 +104,8 @@ class VisionTower(nn.Module):
             Number of a feature and its rows, `[num_tokens, out_hidden]`. The DeepStack features 1,
             2, … come first, in order. Feature 0, the merged output, comes last.
         """
-        # The sum that ends a block may be computed with the next block's first norm. A DeepStack
-        # feature needs that sum, so it is computed after that norm.
+        # A block returns two terms of its output. The next `add_norm` computes their sum, `hidden`,
+        # and the norm of the sum. The DeepStack feature of block index - 1 needs the sum alone.
         taps = self.spec.deepstack_indexes
         added: Tensor | None = self.patch_embed(patches)  # [N, hidden]
         hidden = layout.positions.embeddings  # [N, hidden]
@@ -268,7 +268,10 @@ class Merger(nn.Module):
         return self.project(self.ops.layer_norm(rows, norm.weight, norm.bias, norm.eps))
 
     def project(self, normed: Tensor) -> Tensor:
-        """Computes the part after the norm, from patches `[N, hidden]` or grouped rows."""
+        """Groups normalized patches `[N, hidden]`, unless they are grouped, and projects them.
+
+        The merge² patches of a token are neighbouring rows, so that a reshape groups them.
+        """
         grouped = normed.reshape(-1, self.grouped_size)
         inner = F.gelu(project(grouped, self.linear_fc1, self.ops))
         return project(inner, self.linear_fc2, self.ops)
@@ -323,7 +326,8 @@ class PatchWeights(UnquantizedLinear):
             for levels in (spec.pixel_mean, spec.pixel_std)
         )
         if not torch.all((mean == 127.5) & (std == 127.5)):
-            # (x - mean) / std of x = 127.5 y + 127.5
+            # The service gives y in [-1, 1], and the checkpoint expects (x - mean) / std of the
+            # level x = 127.5 y + 127.5. That is y * 127.5 / std + (127.5 - mean) / std.
             bias.data.copy_(bias + (by_time * ((127.5 - mean) / std)).sum((1, 2, 3)))
             by_time = by_time * (127.5 / std)
             weight.copy_(by_time.flatten(1))

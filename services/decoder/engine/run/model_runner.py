@@ -64,7 +64,7 @@ class ModelRunner:
 
     @property
     def kernel_calls(self) -> dict[str, int]:
-        """Number of calls by "operation=implementation", with calls in replayed graphs."""
+        """Number of kernel calls by "operation=implementation"; replays of graphs count, too."""
         calls = self._model.ops.table.calls()
         return {f"{operation}={name}": count for (operation, name), count in calls.items()}
 
@@ -72,8 +72,8 @@ class ModelRunner:
     def prepare(self, step: Step) -> None:
         """Stages a step ahead; see `step.Runner`.
 
-        A step that gives a row to another sequence is not staged ahead: the row belongs to the
-        sequence before until the previous step is sampled.
+        A step that gives a row to another sequence is not staged ahead. Staging would replace the
+        row's sampling parameters, which the previous step still needs when it is sampled.
         """
         if not step.sample.row_starts:
             self._prepared = self._stage(step)
@@ -82,8 +82,8 @@ class ModelRunner:
     def execute(self, step: Step) -> DevicePendingStep:
         """Launches a step; see `step.Runner`.
 
-        The `sample` of the pending step samples a step with late masks; any other step is sampled
-        at once.
+        A step with late masks is sampled when `sample` of the pending step is called. The sampling
+        of any other step is launched here.
         """
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared[0] is not step:
@@ -97,7 +97,8 @@ class ModelRunner:
         computed = self.computer.run(step.compute, inputs)
         scores = self._score(step, computed.hidden) if len(step.compute.scored) else []
         if computed.logits is None:
-            # The step still reads the arena, which may be reused once its result is there.
+            # No token is sampled, but the engine has to know when the step has read its images:
+            # their memory in the arena may be reused once the result is there.
             return DevicePendingStep(self.readback.tokens(None), scores)
         if len(late) == 0:
             return DevicePendingStep(self.sample(computed, sampling), scores)
@@ -145,10 +146,10 @@ class ModelRunner:
             sampled = self.sampler.sample(logits, sampling)
             self._keep(rows, sampled.token_ids)
             return self.readback.tokens(sampled, sampling)
-        if token_ids is None:
+        if token_ids is None:  # else a graph has chosen the tokens and stored them in the rows
             token_ids = self._model.ops.greedy(logits)
             self._keep(rows, token_ids)
-        if sampling is not None:
+        if sampling is not None:  # masked rows get other tokens, here and in the rows
             self._model.ops.greedy_masked(logits, sampling, token_ids, self._last_tokens)
         return self.readback.tokens(Sampled(token_ids, None))
 

@@ -28,16 +28,18 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
 
     Attributes:
         sequence: a sequence that holds a row and whose block table covers start + length - 1 +
-            limit tokens.
-        start: number of tokens whose keys and values are in the cache already, at most.
+            limit tokens. The last token that the step yields needs no place yet: its keys and
+            values are computed by the next step.
+        start: number of tokens whose keys and values are in the cache already. An upper bound while
+            steps in flight may yield fewer tokens than their limits.
         length: number of tokens to compute now, at least 1.
         from_device: True if the one input token is the row's last sampled token, whose id may not
             have arrived. Otherwise the ids are `sequence.token_ids[start : start + length]`.
         samples: True if the chunk reaches the last token of the sequence, so that the next token
             is sampled.
         limit: the most tokens that the step may yield for the sequence.
-        checkpoints: pairs of a number of the sequence's tokens and the slot that takes the
-            recurrent state after these tokens.
+        checkpoints: pairs of a number n and a slot. The recurrent state after the sequence's first
+            n tokens is copied to the slot.
         is_late: True if the sequence's token mask arrives while the step is computed.
         is_void: True if that mask came too late, so that the sequence does not get the token.
     """
@@ -90,7 +92,7 @@ class Batch:
         num_from_device = len(chunks)
         rows = [chunk.sequence.row for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
-        if chunks[-1].from_device:
+        if chunks[-1].from_device:  # then all are, because these chunks come first
             rows, starts = np.array([rows, starts], np.int64)
             lengths, samples = np.ones_like(rows), np.arange(num_from_device)
         else:
@@ -111,14 +113,15 @@ class Batch:
             if masks := _token_masks(sampling, num_from_device):
                 sample.masked = np.array([*masks], np.int64)
                 sample.token_masks = np.stack([*masks.values()])
-        if self.num_tokens > compute.num_tokens:  # some may yield several
+        # `num_tokens` counts the limit of each decode, which is above 1 if several may be yielded.
+        if self.num_tokens > compute.num_tokens:
             compute.limits = np.array([chunk.limit for chunk in sampling], np.int64)
         if self.late:
             sample.late = np.array([i for i, c in enumerate(sampling) if c.is_late], np.int64)
         if self.admitted or self.extended:
             compute.block_updates, compute.block_ids = self._block_updates()
-        for s in dict.fromkeys(self.admitted):
-            if s.row >= 0:
+        for s in dict.fromkeys(self.admitted):  # once each, even if admitted twice
+            if s.row >= 0:  # else it was preempted or has ended meanwhile
                 start = RowStart(s.row, s.sequence_id, s.message.position_delta, s.checkpoint)
                 compute.row_starts.append(start)
                 sample.row_starts.append(_row_sampling(s))
@@ -133,6 +136,7 @@ class Batch:
         followers: list[int] = []
         for chunk in self.chunks[first:]:
             sequence, start = chunk.sequence, chunk.start
+            # The last prompt token is followed by a completion token, which is not scored.
             end = min(start + chunk.length, sequence.num_prompt_tokens - 1)
             most = sequence.message.sampling.prompt_logprobs
             if most is not None and start < end and sequence.num_scored < end:

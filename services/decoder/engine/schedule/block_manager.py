@@ -21,8 +21,8 @@ class BlockManager:
     Args:
         num_blocks: number of blocks of the pool, whose ids are 0 .. num_blocks - 1.
         block_size: number of tokens of a block.
-        states: recurrent states, without which a prefix cannot be shared. None if the model has no
-            recurrent states.
+        states: checkpoints of recurrent states; a shared prefix has to end at one of them. None if
+            the model has no recurrent states.
 
     Attributes:
         references: number of sequences that own each block, by block id.
@@ -30,8 +30,8 @@ class BlockManager:
         reusable: free blocks that are registered, least recently used first.
         hash_of: hash of each registered block, by block id.
         block_of: id of each registered block, by hash.
-        num_registrations: number of registrations so far. While the number stays the same, no
-            longer prefix of any sequence can be found.
+        num_registrations: number of registrations so far. Only a registration can make the prefix
+            that is found for a sequence longer.
     """
 
     def __init__(self, num_blocks: int, block_size: int, states: NoStates | None = None) -> None:
@@ -80,6 +80,8 @@ class BlockManager:
 
     def can_allocate(self, num_tokens: int, prefix: list[int], keep_free: int = 0) -> bool:
         """Returns whether `num_tokens` fit behind a shared `prefix`, with `keep_free` left over."""
+        # Blocks of the prefix that no sequence owns are among the free blocks, and no longer free
+        # afterwards.
         revived = sum(1 for block in prefix if self.references[block] == 0)
         needed = self.num_blocks_for(num_tokens) - len(prefix) + revived
         return needed + keep_free <= self.num_free
@@ -87,7 +89,7 @@ class BlockManager:
     def allocate(self, sequence: Sequence, num_tokens: int, prefix: list[int]) -> None:
         """Gives a sequence without blocks the prefix, and new blocks for the rest of `num_tokens`.
 
-        Call it only after `can_allocate`, in the same schedule.
+        Call it only after `can_allocate` was True and before anything else takes a block.
         """
         assert not sequence.block_table, "the sequence has blocks already"
         for block in prefix:

@@ -51,7 +51,7 @@ class Prefills:
         self.num_prefix_hit_tokens = 0
         self._num_admissions = 0
         self._step = 0
-        # The head of the queue that last did not fit, with what its blocks depended on.
+        # `_fitting_state` of the head that last did not fit. The head is tried again if it changes.
         self._refused = (-1, 0, 0)
 
     @property
@@ -100,7 +100,7 @@ class Prefills:
             self.add(sequence)
 
     def input_arrived(self, sequence: Sequence) -> None:
-        """Plans a sequence again that waited for the image or mask that has arrived."""
+        """Lets a sequence be planned again whose image or mask has arrived."""
         number = sequence.sequence_id
         if self._unpark(sequence):
             self.add(sequence)
@@ -112,8 +112,8 @@ class Prefills:
     def plan(self, budget: StepBudget, step: int) -> list[Chunk]:
         """Returns chunks of prompts, in order, as far as the budget goes.
 
-        The first prompt that is too long for a whole step leaves half of the budget to the prompts
-        behind it.
+        The first prompt that is too long for a whole step is planned last. Half of the budget is
+        withheld for it, and it also gets what the prompts behind it leave of the other half.
 
         Args:
             budget: time and tokens of the step that prompts may use.
@@ -128,7 +128,7 @@ class Prefills:
             if long is None and budget.exceeds_step(self._chunk_end(sequence, start) - start):
                 long = sequence
                 budget.reserve_half()
-            elif budget.fitting_tokens(start):
+            elif budget.fitting_tokens(start):  # a later prompt, with fewer keys, may still fit
                 chunks += self._advance(sequence, budget)
         if long is not None:
             budget.release_half()
@@ -156,7 +156,10 @@ class Prefills:
         )
 
     def _prompts(self) -> Iterator[Sequence]:
-        """Yields prompts under way, and waiting ones as they are admitted, in fair order."""
+        """Yields prefilling and waiting sequences in fair order.
+
+        A waiting sequence is admitted when its turn comes, as far as rows and blocks go.
+        """
         for sequence in self.waiting.ordered(self.prefilling.values()):
             while (head := self.waiting.head()) is not None and self.waiting.precedes(
                 head, sequence
@@ -172,6 +175,7 @@ class Prefills:
         """Returns the next chunk of a sequence, if any, and moves the sequence to its queue."""
         start = sequence.num_computed_tokens
         end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
+        # Admitted sequences read checkpoints in this step, whose slots must not be given away.
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)
         length = end - start
         samples = end == len(sequence.token_ids)
@@ -250,7 +254,10 @@ class Prefills:
         return any(queue.pop(sequence.sequence_id, None) for queue in parked)
 
     def _chunk_end(self, sequence: Sequence, start: int) -> int:
-        """Returns the latest end of a chunk from `start` on; `start` if none is worth a step."""
+        """Returns the latest end of a chunk from `start` on, before the first missing input.
+
+        Returns `start` if the chunk would be too short to be worth a step.
+        """
         end = sequence.num_ready_tokens(start)
         if end == len(sequence.token_ids):
             return end

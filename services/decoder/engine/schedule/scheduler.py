@@ -11,18 +11,22 @@ A sequence is always in exactly one of these queues, which belong to `Prefills` 
      │ input              ▼   │ input              ▼    │ token and mask
     parked ◀──preempt── stalled                   awaiting
 
-An input is an image that has not arrived, or a token mask that the next sample needs.
+An input is an image that has not arrived, or a token mask that the next sample needs. Not drawn: a
+preempted sequence of any other queue waits again, a waiting sequence without anything to compute is
+parked, and a sequence can finish in every queue.
 
-- *stalled*: all tokens before the missing input that are worth a step are computed. The sequence
-  keeps row and blocks until another sequence needs them.
+- *stalled*: the sequence has computed its tokens up to the missing input, except a few that would
+  not be worth a step. It keeps row and blocks until another sequence needs them.
 - *parked*: the sequence has neither row nor blocks, and nothing worth computing before its input
   arrives. The few tokens before an image would cost a step of their own and save almost nothing.
-- *awaiting*: the sequence is planned again once its last token has arrived, and with a grammar the
-  next token's mask. All other sequences are planned in every step meanwhile. With `late_masks`, a
-  sequence with masks is planned ahead, too: its mask arrives while the step is computed. If the
-  mask comes too late, the sequence gets no token from that step and awaits.
+- *awaiting*: the sequence has token masks. It is planned again once its last token and the next
+  token's mask have arrived. Sequences without masks never await: they are *decoding* and planned in
+  every step. With `late_masks`, sequences with masks are decoding, too, because a mask may arrive
+  while its step is computed. If the mask comes too late, the sequence gets no token from that step
+  and awaits.
 
-Where a step may yield up to k tokens, only the device knows a row's length until the ids arrive.
+A step may yield up to `max_tokens_per_step` tokens for a sequence. If that is more than one, only
+the device knows how many tokens a row has until their ids arrive.
 The plan therefore uses upper bounds: a sequence has blocks for all tokens that its steps in flight
 may yield, and `num_computed_tokens` is corrected when fewer tokens come. A sequence is not planned
 while its last token may be in flight.
@@ -120,7 +124,10 @@ class Scheduler:
 
     @property
     def is_steady(self) -> bool:
-        """True if the next step has nothing but decodes planned ahead, with blocks for them."""
+        """True if the next step has only decodes whose tokens are on the device.
+
+        A free block for each of them has to be left, so that the plan preempts nobody.
+        """
         others = self.prefills.prefilling or len(self.prefills.waiting) or self.decodes.ready()
         return not others and len(self.decodes.decoding) <= self.blocks.num_free
 
@@ -203,7 +210,7 @@ class Scheduler:
             batch.late = [c for c in chunks if c.from_device and c.sequence.message.token_masks]
             for chunk in batch.late:
                 chunk.is_late = True
-        if chunks:
+        if chunks:  # else the next step that is launched has to send them
             self.prefills.admitted, self.decodes.extended = [], []
         return batch
 
@@ -220,7 +227,8 @@ class Scheduler:
     def roll_back(self, batch: Batch) -> None:
         """Reverts a batch that was not launched.
 
-        A batch of decodes planned ahead is scheduled again as it was.
+        The sequences keep their rows and blocks, so that the same decodes can be planned again. The
+        next step sends whole block tables of sequences whose changes this batch would have sent.
         """
         for chunk in batch.chunks:
             chunk.sequence.num_computed_tokens = chunk.start
@@ -282,7 +290,7 @@ class Scheduler:
                 return
             prefix = self.blocks.find_prefix(head)
             if prefills.parks(head, prefix):
-                continue
+                continue  # the queue has another head
             if prefills.fits(head, prefix, prefills.watermark):
                 return
             self._preempt(victim)

@@ -22,9 +22,13 @@ class StepBudget:
     ) -> None:
         self._cost = cost
         self._load = load
+        # The bound is the time that the step may last. So that prompts always advance, `min_chunk`
+        # tokens of them may be computed even if the step then lasts longer.
         factor = _LONE_PROMPT_FACTOR if alone else 1
         least = min(max_tokens, load.tokens + factor * cost.min_chunk)
         whole = Limit(factor * cost.bound(step_ms), max_tokens, least)
+        # A prompt is long if it exceeds the time or the tokens of a step. If it exceeds only the
+        # efficient number of tokens, it is not, so the longest chunk is found before that cap.
         self._longest_chunk = cost.fitting_tokens(load, 0, whole)
         if not alone:
             whole = whole._replace(tokens=min(max_tokens, cost.efficient_tokens))
@@ -36,7 +40,7 @@ class StepBudget:
         return not self._cost.fitting_tokens(self._load, 0, self._limit)
 
     def exceeds_step(self, num_tokens: int) -> bool:
-        """Returns whether a prompt with so many tokens left is too long for one whole step."""
+        """Returns whether `num_tokens` tokens of one prompt exceed a step without other prompts."""
         return num_tokens > self._longest_chunk
 
     def reserve_half(self) -> None:
