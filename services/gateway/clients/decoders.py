@@ -183,7 +183,9 @@ class DecoderPod(Pod):
             The sequence's id, for `cancel`.
         """
         submit.sequence_id = sequence_id = next(self._ids)
-        if not self.connected:  # The stream broke after the pod was chosen.
+        # The stream broke after the pod was chosen. The error is no `ProcessLost`, because the
+        # decoder never got the sequence.
+        if not self.connected:
             receiver.receive(TokenEvent(choice, error=Unavailable("the decoder was lost")))
             return sequence_id
         # The logprobs of a prompt need the whole prompt to be computed, so no cached part is used.
@@ -220,6 +222,7 @@ class DecoderPod(Pod):
     async def _read(
         self, call: "grpc.aio.StreamStreamCall[pb.GenerateCommand, pb.GenerateEvents]"
     ) -> None:
+        # A decoder that ends its stream in good order has not crashed, so this is no `ProcessLost`.
         error: TriptychError = Unavailable("the decoder ended its stream")
         try:
             async for message in call:
@@ -288,7 +291,7 @@ class DecoderPod(Pod):
                 finish_reason,
                 error,
                 scores,
-                event.leaving,
+                event.leaving,  # `decoder_drains`
             )
         )
 

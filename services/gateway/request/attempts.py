@@ -78,7 +78,7 @@ class Attempts:
         self._decoders = decoders
         self._metrics = metrics
         self._mailbox = Mailbox()
-        self._counted_bytes = 0  # bytes of waiting events that the request's memory counts
+        self._counted_bytes = 0  # bytes that the request's memory counts for waiting events
         self._losses = Losses()
         self._encodes = EncodeCalls(
             request,
@@ -141,6 +141,8 @@ class Attempts:
                         may_move = num_moves < MAX_MOVES and attempt < MAX_ATTEMPTS
                         if self._decoder_drains and may_move and self._can_move():
                             num_moves += 1
+                            # A move is an attempt that ends early, as if the decoder had failed. It
+                            # does not count as a loss, because the error is no `ProcessLost`.
                             drains = Unavailable("the decoder drains")
                             raise RetryableFailure(drains, "decoder", self._session)
                     if self._request.chat.include_stage_times:
@@ -152,7 +154,7 @@ class Attempts:
                     if has_started:
                         self._lost_at = time.monotonic()
                     await self._recover(failure)
-            raise self._losses.no_pod_left()
+            raise self._losses.no_pod_left()  # All attempts have failed.
         finally:
             self._cancel_sequences()
             self._encodes.close()
@@ -163,7 +165,7 @@ class Attempts:
         self._cancel_sequence(choice)
 
     def extend(self, choice: int, token_ids: Sequence[int], max_tokens: int) -> None:
-        """Continues a choice behind further token ids, as if the model had generated them.
+        """Continues a choice after appending token ids to it, as if the model had generated them.
 
         Call it before the first batch, or between two batches for a choice that has ended with
         `length`.
@@ -234,7 +236,7 @@ class Attempts:
         submit = self._submit_message(images)
         for choice in sorted(choices):
             if choice not in self._unfinished:
-                continue
+                continue  # The caller stopped the choice while encoders were assigned.
             generated, max_tokens = self._generated[choice], self._max_tokens[choice]
             submit.sampling.max_tokens = max_tokens
             submit.sampling.min_tokens = min(request.sampling.min_tokens, max_tokens)
@@ -265,6 +267,7 @@ class Attempts:
             raise self._losses.no_pod_left()
         self._fingerprint = fingerprint
         self._decoder, self._session = decoder, decoder.session
+        # Draining is forgotten with the last sequence: a newly chosen decoder reports it anew.
         self._decoder_drains = self._decoder_drains and bool(self._sequences)
         return decoder
 
@@ -324,10 +327,12 @@ class Attempts:
         events: list[TokenEvent] = []
         for message in messages:
             if not isinstance(message, TokenEvent):
+                # `Overloaded` ends the request because its client reads too slowly. A failed encode
+                # call ends the attempt only if no token has arrived.
                 if isinstance(message, Overloaded) or not (has_started or events):
                     return events, message
-                # An encode call has failed, but the attempt has tokens. So the decoder has all
-                # embeddings, and got this one from its own memory or from Redis.
+                # Otherwise the decoder has all embeddings, and got this one from its own memory or
+                # from Redis.
                 continue
             choice = message.choice
             if choice not in self._sequences:
@@ -377,8 +382,11 @@ class Attempts:
         if failure.service == "decoder":
             self._losses.add("decoder", failure.pod, error)
         elif isinstance(error, EmbeddingLost):
+            # A decoder could not get an embedding. The encode calls tell why, if they have failed.
             await self._encodes.record_undelivered(error)
         elif isinstance(error, ProcessLost):
+            # The failed encode call has counted the loss. The other calls to that encoder may name
+            # further images on which it worked.
             await self._encodes.await_outcomes(failure.pod)
         log.warning("%s %s failed: %s", failure.service, failure.pod, error.message)
         self._losses.check()

@@ -37,7 +37,8 @@ from services.gateway.request.sampling import SamplingReader, check_ids
 from services.gateway.tenancy.slot import Slot
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
-# Text up to this many characters is tokenized in the event loop, longer text in a thread.
+# Text up to this many characters is tokenized in the event loop, longer text in a thread. The same
+# number of token ids is checked in the event loop.
 _INLINE_TOKENIZE_CHARS = 8192
 _TEXT_THREADS = 4
 # A prompt that is longer than the context may be cut by `truncate_prompt_tokens`. A prompt longer
@@ -94,8 +95,8 @@ class ChatService:
             request: request whose fields have been checked one by one.
             request_id: id of the request in logs and traces.
             timings: times of the request's stages, which are recorded here.
-            slot: admission slot of the request. The slot counts the memory of images and the tokens
-                of the tenant. It refuses the request if either exceeds its limit.
+            slot: admission slot of the request. The slot counts the memory of images, and what the
+                tenant uses of its limits. It refuses the request if a limit is exceeded.
             draft: prompt of the request. None if the request's messages have to be rendered.
 
         Raises:
