@@ -50,8 +50,8 @@ class DecoderServicer(Servicer):
         self, request: pb.LoadRequest, context: grpc.aio.ServicerContext
     ) -> pb.LoadResponse:
         stats = self._front.stats()
-        # The watch ends an engine that hangs within 10 s. But a step on a CPU may take minutes, in
-        # which the engine works and reports nothing. Its last report is then too old.
+        # `EngineWatch` ends an engine that hangs during its work, within 10 s. An engine that hangs
+        # without work is not ended, but it answers no pings, so that its last report is too old.
         if stats is None:
             await context.abort(
                 grpc.StatusCode.UNAVAILABLE, "the engine has not reported for 30 seconds"
