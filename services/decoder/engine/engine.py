@@ -78,8 +78,8 @@ class Engine:
         scheduler: the scheduler of the engine's sequences.
         sequences: the sequences that have not ended, by id.
         pending: the steps in flight, oldest first: number of the step, its batch, its result.
-        planned: the next step, planned while the launched step waits to be sampled. None if no step
-            is planned ahead.
+        planned: the next step, which `plan` has planned while the launched step waits to be
+            sampled. None if there is no such plan.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class Engine:
         self._num_steps = 0
         self._events: list[SequenceEvent] = []
         self._images_read: list[ImagesOf] = []
-        # End events that wait for a step in flight which may read the sequence's images.
+        # End events of sequences whose images a step in flight may read, with the step's number.
+        # The front may reuse the memory of the images once it has the event, so the event waits.
         self._delayed: list[tuple[int, SequenceEvent]] = []
         self._num_prompt_tokens = 0
         self._read_at = 0.0  # when the last step's result was read
@@ -338,7 +339,10 @@ class Engine:
             self.scheduler.roll_back(batch)
 
     def _fail_largest(self, batch: Batch, error: BaseException) -> None:
-        """Fails the longest sequence of a step that did not fit into the device's memory."""
+        """Fails one sequence of a step that did not fit into the device's memory.
+
+        It is the sequence with the longest chunk. All others of the step begin again.
+        """
         largest = max(batch.chunks, key=lambda chunk: (chunk.length, chunk.sequence.admission))
         self.scheduler.abandon(batch)
         log.warning(
@@ -402,8 +406,8 @@ class Engine:
     def _send_scores(self, chunk: Chunk, scores: Scores) -> None:
         """Sends logprobs of prompt tokens that were not sent yet.
 
-        A preempted sequence computes its prompt again. The logprobs of its first `num_scored`
-        tokens have been sent by then, and only the others of the chunk are sent.
+        A preempted sequence computes its prompt again. The followers of its first `num_scored`
+        tokens have their logprobs sent already, so only those of the chunk's others are sent.
         """
         sequence = chunk.sequence
         known = max(0, sequence.num_scored - chunk.start)
@@ -419,8 +423,8 @@ class Engine:
     def _release_images(self, sequence: Sequence) -> None:
         """Tells the front that it may reuse the memory of the sequence's images.
 
-        The prompt is computed, and no step in flight computes it again, because a preempted
-        sequence is admitted again only after its in-flight tokens have arrived.
+        The prompt is computed. No step in flight computes it again, even if the sequence was
+        preempted: it is admitted again only after its tokens in flight have arrived.
         """
         read = list(sequence.image_offsets)
         sequence.image_offsets.clear()

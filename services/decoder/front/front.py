@@ -308,7 +308,7 @@ class DecoderFront(InputListener):
         }
 
     def _hand_over(self, sequence: _Sequence) -> None:
-        if not sequence.reported:
+        if not sequence.reported:  # else the gateway has the last event already
             log.info(
                 "a sequence may outlast the drain and is handed over to another decoder",
                 extra=_fields(sequence),
@@ -377,7 +377,8 @@ class DecoderFront(InputListener):
                 refusal = InvalidRequest(end.message)
                 self._report(sequence, _failed(refusal), refusal.code)
             else:
-                # Sequences that the front aborted are reported already, so the engine has failed.
+                # The front has already reported each sequence that it told the engine to abort, so
+                # this sequence has failed in the engine.
                 error = InternalError(end.message or "the engine aborted the sequence")
                 log.error(
                     "a sequence failed in the engine: %s", end.message, extra=_fields(sequence)
@@ -425,6 +426,7 @@ class DecoderFront(InputListener):
             "a gateway reads too slowly, so its %d sequences are aborted", len(stream.sequences)
         )
         reason = Cancelled("the gateway reads too slowly")
+        # Sequences that have ended with tokens in the outbox lose them, so they fail, too.
         stream.outbox.discard_tokens(_failed(reason))
         for sequence in list(stream.sequences.values()):
             self._fail(sequence, reason)

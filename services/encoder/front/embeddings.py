@@ -72,7 +72,8 @@ class _Encode:
         spec: shape and dtype of the embedding.
         need_bytes: whether a reader waits for the bytes, so that an entry in Redis alone is not
             enough.
-        num_queued_patches: number of patches in work when the encode started, with its own.
+        num_queued_patches: number of patches of all images in work when the encode started, this
+            image included.
         job: the engine's job.
         entry: future of the entry, done when the engine starts to write the embedding.
         flight: the task of the encode and its waiters.
@@ -356,6 +357,7 @@ class Embeddings:
                 if redis is not None and encode.need_bytes and await self._read(redis, entry):
                     return Encoded(Origin.REDIS, time.monotonic() - start)
                 times = await self._compute(encode.job, entry)
+                # The image has also waited for the images before it: the time is that of all.
                 self._s_per_patch = (time.monotonic() - start) / encode.num_queued_patches
             if redis is not None:
                 redis.put(entry)

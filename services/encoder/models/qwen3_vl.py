@@ -64,8 +64,10 @@ class VisionTower(nn.Module):
         )
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Creates an empty cache of positions. It is called when the parameters have been
-        materialized on `device`, as positions that were cached before are no longer valid.
+        """Creates an empty cache of positions, on the device of the position embeddings.
+
+        The loader calls it after it has given the parameters memory on `device`. Positions that
+        were computed before are then no longer valid.
         """
         self._positions = PositionCache(
             self.pos_embed.weight,
@@ -95,7 +97,8 @@ class VisionTower(nn.Module):
         or enqueued on CUDA.
 
         Args:
-            patches: pixels of the patches, scaled to [-1, 1], with rows in merge-block order:
+            patches: pixels of the patches, scaled to [-1, 1]. The rows are in merge-block order, so
+                that the merge² patches of an image token follow one another:
                 `[N, channels * temporal * patch * patch]`, or `[N, channels * patch * patch]` for
                 still images, whose slices of time are equal.
             layout: result of the method `layout` for the same batch.

@@ -251,6 +251,7 @@ class Scheduler:
 
     def _plan_prompts(self, chunks: list[Chunk], num_tokens: int) -> StepLoad:
         """Appends chunks of prompts to the decodes, and returns the work of the whole step."""
+        # A decode attends to the keys before its token and to the token's own.
         keys = sum([chunk.start + 1 for chunk in chunks])
         load = StepLoad(len(chunks), num_tokens, keys=keys)
         num_prompts = len(self.prefills.prefilling) + len(self.prefills.waiting)
@@ -281,7 +282,10 @@ class Scheduler:
         return self.prefills.waiting.victim(self.running())
 
     def _yield_rows(self) -> None:
-        """Preempts sequences of tenants with many rows until the head of the queue fits."""
+        """Preempts sequences of tenants with many rows until the head of the queue fits.
+
+        A head with tokens in flight cannot be admitted, so nothing is preempted for it.
+        """
         prefills = self.prefills
         running = self.running()
         while (head := prefills.waiting.head()) is not None and not head.num_in_flight:
