@@ -169,7 +169,7 @@ class EmbeddingSource:
                 request = await done
                 yield references.pop(request)
         finally:
-            # References are released before any await, because the caller may be cancelled again.
+            # References are released before the await, which a second cancellation may interrupt.
             for task in tasks:
                 task.cancel()
             self.release_all(references)
@@ -267,6 +267,7 @@ class EmbeddingSource:
                 timeout_s = last_report_at + self.standstill_s - now
                 if timeout_s <= 0:
                     self.metrics.fetch_errors.labels("unavailable").inc()
+                    # The error has the address that the gateway named, even if another was called.
                     message = f"encoder {called} did not send the embedding in time"
                     raise EncoderFailed(message, address)
             joint = fetch.join()
@@ -280,7 +281,7 @@ class EmbeddingSource:
                     continue
             finally:
                 joint.cancel()
-            # If a fetch fails at the encoder of another sequence, it is tried at this encoder.
+            # After an error of another address, the next turn starts a fetch from this address.
             if not joint.cancelled() and (error := joint.exception()) and called == address:
                 raise _copy_of(error, address)
         if joined:

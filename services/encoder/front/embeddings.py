@@ -329,7 +329,7 @@ class Embeddings:
         self._queued_bytes -= source.num_bytes
         if self._encodes.get(encode.key) is encode:  # else a newer encode has replaced it
             del self._encodes[encode.key]
-        del encode.flight  # the traceback of its error refers to the encode
+        del encode.flight  # its error's traceback refers to the encode, which would be a cycle
         if not task.cancelled() and task.exception() is None:
             self._sources.put(encode.key, encode.work)
 

@@ -276,7 +276,10 @@ class Scheduler:
         self.decodes.append_blocks(lacking)
 
     def _victim(self) -> Sequence:
-        """Returns the sequence to preempt next: a stalled sequence if there is any."""
+        """Returns the sequence to preempt next.
+
+        It is the stalled sequence that was admitted last. If none is stalled, `Admission` chooses.
+        """
         if self.prefills.stalled:
             return max(self.prefills.stalled.values(), key=latest)
         return self.prefills.waiting.victim(self.running())
