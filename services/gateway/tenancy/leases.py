@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.common.clock import Clock
 from services.common.errors import RateLimited
 from services.gateway.tenancy.lease_store import LeaseReply, LeaseReport, LeaseStore
 from services.gateway.tenancy.quota import (
@@ -28,7 +29,6 @@ from services.gateway.tenancy.quota import (
     NOTHING,
     Amounts,
     Charge,
-    Clock,
     Division,
     Quota,
 )

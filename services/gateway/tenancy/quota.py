@@ -8,14 +8,13 @@ gateways never exceeds the limit. `leases.Leases` obtains the leases; this file 
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
 
+from services.common.clock import Clock
 from services.common.errors import RateLimited
-
-Clock = Callable[[], float]
 
 # The kinds of limits, as indices of `Amounts`: the first three bound an amount within any 60
 # seconds, the last two an amount at a time.
