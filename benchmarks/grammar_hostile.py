@@ -215,7 +215,8 @@ def flood(stack: Stack, options: argparse.Namespace) -> bool:
     """Measures alone and beside attackers, prints both, and returns whether all is as wanted."""
     numbers = itertools.count()
     asyncio.run(measure(stack, 3.0, numbers))  # what runs once is not counted
-    alone = asyncio.run(measure(stack, options.seconds, numbers))
+    alone_s = options.alone_seconds or options.seconds
+    alone = asyncio.run(measure(stack, alone_s, numbers))
     print(json.dumps({"alone": alone.row()}), flush=True)
     before, stop = stack.mask_processes(), _CONTEXT.Event()
     ended: Queue[Counter[str]] = _CONTEXT.Queue()
@@ -229,7 +230,7 @@ def flood(stack: Stack, options: argparse.Namespace) -> bool:
     counts = ended.get(timeout=_TIMEOUT_S)
     attacker.join()
     print(json.dumps({"beside": beside.row(), "attackers": counts.most_common(5)}), flush=True)
-    again = asyncio.run(measure(stack, options.seconds, numbers))
+    again = asyncio.run(measure(stack, alone_s, numbers))
     print(json.dumps({"alone again": again.row()}), flush=True)
     ratio = float(np.median(beside.times or [np.inf]) / np.median(alone.times + again.times))
     print(json.dumps({"ratio of p50": round(ratio, 2), "mask processes ended": num_ended}))
@@ -300,7 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the arguments; returns 1 if something is not as wanted."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     add = parser.add_argument
-    add("--seconds", type=float, default=30.0, help="alone, and beside the attackers")
+    add("--seconds", type=float, default=30.0, help="beside the attackers")
+    add("--alone-seconds", type=float, help="alone, before and after; default: as beside them")
     add("--attackers", type=int, default=12)
     add("--grammar", choices=sorted(GRAMMARS), default="dies")
     add("--keys", action="store_true", help="the attackers are another tenant")
