@@ -6,6 +6,7 @@ request's first byte to the first content, TPOT is the mean gap between tokens a
 """
 
 import argparse
+import math
 import multiprocessing
 import platform
 import sys
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_row(
-    row: Row, target: Target, made: Iterable[bytes], timeout_s: float
+    row: Row, target: Target, made: Iterable[bytes], timeout_s: float, max_s: float = math.inf
 ) -> tuple[list[Sample], float]:
     """Warm-up, then the measured requests.
 
@@ -82,9 +83,12 @@ def run_row(
         target: the server.
         made: the bodies, in order.
         timeout_s: for one request.
+        max_s: seconds after the first answer of the measured requests from which no further
+            request is sent.
 
     Returns:
-        One sample per measured request, and the seconds from the first sent to the last complete.
+        One sample per request that was sent, and the seconds from the first request to the end of
+        the last.
     """
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as directory:
         path = Path(directory) / "bodies"
@@ -99,13 +103,15 @@ def run_row(
             _send(job, row.concurrency, advance)
         job = replace(job, spans=spans[row.num_warmup :])
         with _progress(f"{row.name}: measuring", row.num_requests) as advance:
-            samples = _send(job, row.concurrency, advance)
+            samples = _send(job, row.concurrency, advance, max_s)
     wall_s = max(s.end for s in samples) - min(s.start for s in samples)
     return samples, wall_s
 
 
-def _send(job: Job, concurrency: int, advance: Advance) -> list[Sample]:
-    """Sends all of a job's requests from as many processes as the concurrency needs."""
+def _send(job: Job, concurrency: int, advance: Advance, max_s: float = math.inf) -> list[Sample]:
+    """Sends a job's requests from as many processes as the concurrency needs. After `max_s` seconds
+    from the first answer on, no further request is sent.
+    """
     concurrency = min(concurrency, len(job.spans))
     num_workers = -(-concurrency // _CONNECTIONS_PER_WORKER)
     next_index = _CONTEXT.Value("q", 0)
@@ -122,14 +128,22 @@ def _send(job: Job, concurrency: int, advance: Advance) -> list[Sample]:
     for worker in workers:
         worker.start()
     samples: list[Sample] = []
+    num_sent, deadline = len(job.spans), math.inf
     try:
-        while len(samples) < len(job.spans):
+        while len(samples) < num_sent:
             try:
                 samples.append(results.get(timeout=1.0))
                 advance()
+                if len(samples) == 1:
+                    deadline = time.monotonic() + max_s
             except Empty:
                 if not any(worker.is_alive() for worker in workers) and results.empty():
                     raise RuntimeError("the load workers died") from None
+            if time.monotonic() >= deadline:
+                deadline = math.inf
+                with next_index.get_lock():
+                    num_sent = min(num_sent, next_index.value)
+                    next_index.value = len(job.spans)
         for worker in workers:
             worker.join()
     finally:

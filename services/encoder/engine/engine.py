@@ -28,6 +28,7 @@ from torch import Tensor
 from services.common.errors import Cancelled, InternalError, Overloaded, TriptychError
 from services.common.process.channel import ChannelClosed, EngineChannel
 from services.common.process.heartbeat import Ping, Pong
+from services.common.threads import NamedThread
 from services.encoder.decoding.preprocess import Preprocessor
 from services.encoder.decoding.source import EMPTY_SOURCE
 from services.encoder.engine.batcher import Batcher
@@ -112,7 +113,7 @@ class Engine:
         """Runs the loop until `Shutdown` was received or the channel was closed."""
         pool = [(self._preprocess_all, f"preprocess-{index}") for index in range(self._workers)]
         for target, name in ((self._receive, "receiver"), (self._wait, "waiter"), *pool):
-            threading.Thread(target=target, name=name, daemon=True).start()
+            NamedThread(target=target, name=name, daemon=True).start()
         try:
             while not self._stopping or self._launched:
                 self._read_mailbox()

@@ -8,6 +8,7 @@ from blake3 import blake3
 
 from services.common.embeddings.shared_memory import MemoryAddress, create_memory
 from services.common.images.image_key import KEY_BYTES
+from services.common.threads import name_thread
 
 _THREADS = 2
 
@@ -16,7 +17,7 @@ class FileCopier:
     """Computes digests and copies of files without blocking the event loop."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, "video")
+        self._threads = ThreadPoolExecutor(_THREADS, "video", name_thread)
 
     async def digest(self, file: bytes) -> bytes:
         """Returns a file's digest."""

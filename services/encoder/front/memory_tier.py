@@ -19,7 +19,7 @@ from services.common.embeddings.embedding import (
     split_evenly,
 )
 from services.common.errors import Overloaded
-from services.common.threads import num_threads
+from services.common.threads import name_thread, num_threads
 
 # Readers release their entries soon, but the largest images take seconds to encode.
 _RESERVE_TIMEOUT_S = 60.0
@@ -93,7 +93,7 @@ class MemoryTier:
         self._partials: dict[ArenaEntry, _Partial] = {}
         # The threads are used without run_in_executor: wrapping its futures costs the event loop
         # more than the digest costs a thread.
-        self._threads = ThreadPoolExecutor(num_threads(), "digest")
+        self._threads = ThreadPoolExecutor(num_threads(), "digest", name_thread)
 
     @property
     def num_partial(self) -> int:

@@ -16,6 +16,7 @@ from functools import partial
 from services.common.embeddings.shared_memory import MemoryAddress
 from services.common.embeddings.shared_task import retrieve_exception
 from services.common.tenancy.fair_order import FairOrder
+from services.common.threads import name_thread
 from services.encoder.decoding.clips.clip_pool import ClipPool
 from services.encoder.decoding.clips.questions import Facts
 from services.encoder.front.admission import Share
@@ -60,7 +61,7 @@ class ProbeQueue:
         self._order = FairOrder()
         self._waiting: dict[str, deque[_Probe]] = {}  # by tenant
         self._running: Counter[str] = Counter()  # by tenant
-        self._threads = ThreadPoolExecutor(max_running, "probe")
+        self._threads = ThreadPoolExecutor(max_running, "probe", name_thread)
 
     async def probe(self, file: MemoryAddress, share: Share) -> Facts:
         """Reads a file when its tenant's turn has come.
