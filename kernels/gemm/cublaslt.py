@@ -13,7 +13,7 @@ import ctypes
 import functools
 import logging
 from ctypes import Structure, addressof, byref, c_float, c_int, c_size_t, c_void_p, sizeof
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -56,16 +56,19 @@ def linear(
     *,
     gelu: bool = False,
     residual: Tensor | None = None,
+    library: "Library | None" = None,
 ) -> Tensor | None:
     """Computes `x @ weight.T`, optionally with bias, GELU (tanh) and residual, rounded once.
 
     Args:
-        x: `[T, K]`, bfloat16 or float16, on CUDA.
+        x: `[T, K]`, bfloat16 or float16.
         weight: `[N, K]`.
         bias: `[N]`. None if there is no bias. Required for `gelu`.
         gelu: True if GELU is applied.
         residual: contiguous `[T, N]`, which is added and whose memory gets the result. None if
             nothing is added.
+        library: the library that computes. Defaults to the one that torch has loaded, for tensors
+            on CUDA.
 
     Returns:
         Result `[T, N]`. None if nothing was computed, because torch is as fast or the library
@@ -75,11 +78,12 @@ def linear(
     adds_both = residual is not None and bias is not None
     if num_tokens < LEAST_TOKENS or x.itemsize != 2 or not x.is_contiguous():
         return None
-    library = _library()
+    if library is None and x.is_cuda:
+        library = _library_of_torch()
     if library is None:
         return None
     shape = (num_tokens, len(weight), num_columns)
-    tile = tile_tokens(*shape, num_sms=library.num_sms, adds_both=adds_both)
+    tile = tile_tokens(*shape, num_sms=library.device.num_sms, adds_both=adds_both)
     if tile == 0:
         return None
     epilogue = _PLAIN if bias is None else _GELU_BIAS if gelu else _WITH_BIAS
@@ -88,7 +92,7 @@ def linear(
         gemm = library.gemm(shape, x.dtype, epilogue, tile)
         gemm.run(x, weight, bias, out, add=residual is not None)
     except Refused as why:
-        _warn_once(str(why))
+        library.report(str(why))
         return None
     return out
 
@@ -161,7 +165,7 @@ class _Gemm:
 
     def __init__(
         self,
-        library: "_Library",
+        library: "Library",
         num_tokens: int,
         num_rows: int,
         num_columns: int,
@@ -260,29 +264,81 @@ class _Gemm:
             out.data_ptr(),
             of_out,
             addressof(self._algorithm),
-            library.workspace.data_ptr(),
+            library.device.workspace.data_ptr(),
             _WORKSPACE_BYTES,
-            torch.cuda.current_stream().cuda_stream,
+            library.device.stream(),
         )
 
 
-class _Library:
-    """The cuBLASLt library that torch has loaded, and the GEMMs that were made so far."""
+class Device(Protocol):
+    """The device on which kernels of the library run.
+
+    Attributes:
+        num_sms: number of SMs.
+        workspace: memory of the device for the library's kernels, `[_WORKSPACE_BYTES]`, uint8.
+    """
+
+    num_sms: int
+    workspace: Tensor
+
+    def stream(self) -> int:
+        """Handle of the current stream."""
+        ...
+
+
+class _TorchDevice:
+    """The CUDA device that torch uses at present."""
 
     def __init__(self) -> None:
-        assert torch.version.cuda is not None
-        self._functions = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
-        self._one, self._zero = c_float(1.0), c_float(0.0)
-        self.one, self.zero = addressof(self._one), addressof(self._zero)
-        for name, types in _SIGNATURES.items():
-            function = getattr(self._functions, f"cublasLt{name}")
-            function.argtypes, function.restype = types, c_int
-        self.handle = self.made("Create")
         self.num_sms: int = torch.cuda.get_device_properties(None).multi_processor_count
         with torch.inference_mode(False):  # the workspace is used inside and outside of this mode
             self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+
+    def stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream
+
+
+class Library:
+    """The cuBLASLt library on a device, and the GEMMs that were made so far.
+
+    A library that cannot be used refuses each GEMM.
+
+    Args:
+        device: the device on which the kernels run.
+        functions: the loaded library. Defaults to the library that torch has loaded.
+        max_gemms: number of GEMMs that are kept for their next use.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        functions: Any = None,  # noqa: ANN401
+        *,
+        max_gemms: int = _MAX_KEPT,
+    ) -> None:
+        self.device = device
+        self._max_gemms = max_gemms
+        self._one, self._zero = c_float(1.0), c_float(0.0)
+        self.one, self.zero = addressof(self._one), addressof(self._zero)
         # GEMMs by their key, or the reason why the library refused.
         self._gemms: dict[tuple[object, ...], _Gemm | str] = {}
+        self._reported: set[str] = set()
+        self._refusal = ""  # the reason why the library refuses each GEMM
+        try:
+            self._functions = functions or _functions_of_torch()
+            for name, types in _SIGNATURES.items():
+                function = getattr(self._functions, f"cublasLt{name}")
+                function.argtypes, function.restype = types, c_int
+            self.handle = self.made("Create")
+        except (OSError, AttributeError, Refused) as why:
+            self._refusal = str(why)
+
+    def report(self, why: str) -> None:
+        """Warns of a refusal, once for each reason."""
+        if why not in self._reported:
+            self._reported.add(why)
+            message = "cuBLASLt refuses a GEMM with a chosen tile; torch computes it: %s"
+            logging.warning(message, why)
 
     def call(self, name: str, *arguments: object) -> None:
         """Calls a function of the library. Raises Refused if it fails."""
@@ -307,11 +363,13 @@ class _Library:
         """Returns the GEMM of a shape `(tokens, rows, columns)`, which is made at its first use.
 
         Raises:
-            Refused: the library refuses the GEMM, or did so at its first use.
+            Refused: the library cannot be used or refuses the GEMM, or refused it at its first use.
         """
+        if self._refusal:
+            raise Refused(self._refusal)
         key = (shape, dtype, epilogue, tile)
         if (found := self._gemms.get(key)) is None:
-            if len(self._gemms) >= _MAX_KEPT:
+            if len(self._gemms) >= self._max_gemms:
                 self._close_all()
             kind = _BF16 if dtype == torch.bfloat16 else _FP16
             try:
@@ -330,20 +388,16 @@ class _Library:
         self._gemms.clear()
 
 
+def _functions_of_torch() -> ctypes.CDLL:
+    assert torch.version.cuda is not None
+    return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+
+
 @functools.cache
-def _library() -> _Library | None:
+def _library_of_torch() -> Library | None:
     if torch.cuda.get_device_capability()[0] != 9:
         return None
-    try:
-        return _Library()
-    except (OSError, AttributeError, Refused) as why:
-        _warn_once(str(why))
-        return None
-
-
-@functools.cache
-def _warn_once(why: str) -> None:
-    logging.warning("cuBLASLt refuses a GEMM with a chosen tile; torch computes it: %s", why)
+    return Library(_TorchDevice())
 
 
 _POINTER = c_void_p

@@ -5,8 +5,7 @@ A GPU test shows that the results are right.
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -45,26 +44,28 @@ class FakeFunctions:
         return called
 
 
+class FakeDevice:
+    """A device with the SMs of an H200, whose memory is the host's."""
+
+    num_sms = 132
+    workspace = torch.empty(256, dtype=torch.uint8)
+
+    def stream(self) -> int:
+        return 77
+
+
 @pytest.fixture
-def functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFunctions]:
-    fake = FakeFunctions()
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: fake)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, dtype, device: empty(*size, dtype=dtype))
-    for cached in (cublaslt._library, cublaslt._warn_once):
-        cached.cache_clear()
-    yield fake
-    for cached in (cublaslt._library, cublaslt._warn_once):
-        cached.cache_clear()
+def functions() -> FakeFunctions:
+    return FakeFunctions()
+
+
+def linear(library: cublaslt.Library, x: torch.Tensor = X) -> torch.Tensor | None:
+    return cublaslt.linear(x, WEIGHT, library=library)
 
 
 def test_a_gemm_is_made_once_and_launched_each_time(functions: FakeFunctions) -> None:
-    results = [cublaslt.linear(X, WEIGHT, BIAS, gelu=True) for _ in range(3)]
+    library = cublaslt.Library(FakeDevice(), functions)
+    results = [cublaslt.linear(X, WEIGHT, BIAS, gelu=True, library=library) for _ in range(3)]
     assert functions.calls["MatmulAlgoCheck"] == 1 and functions.calls["Matmul"] == 3
     assert functions.bias == BIAS.data_ptr()
     for result, arguments in zip(results, functions.matmuls, strict=True):
@@ -76,23 +77,23 @@ def test_a_gemm_is_made_once_and_launched_each_time(functions: FakeFunctions) ->
 
 def test_a_refused_choice_is_not_tried_again(functions: FakeFunctions) -> None:
     functions.status["MatmulAlgoCheck"] = 15
-    assert [cublaslt.linear(X, WEIGHT) for _ in range(3)] == [None] * 3
+    library = cublaslt.Library(FakeDevice(), functions)
+    assert [linear(library) for _ in range(3)] == [None] * 3
     assert functions.calls["MatmulAlgoCheck"] == 1 and functions.calls["Matmul"] == 0
 
 
 def test_what_is_refused_at_its_launch_is_torchs(functions: FakeFunctions) -> None:
+    library = cublaslt.Library(FakeDevice(), functions)
     functions.status["Matmul"] = 7
-    assert cublaslt.linear(X, WEIGHT) is None
+    assert linear(library) is None
     functions.status.clear()
-    assert cublaslt.linear(X, WEIGHT) is not None
+    assert linear(library) is not None
 
 
-def test_descriptors_of_many_sizes_are_released(
-    functions: FakeFunctions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cublaslt, "_MAX_KEPT", 4)
+def test_descriptors_of_many_sizes_are_released(functions: FakeFunctions) -> None:
+    library = cublaslt.Library(FakeDevice(), functions, max_gemms=4)
     for size in range(2048, 2058):
-        assert cublaslt.linear(X[:size], WEIGHT) is not None
+        assert linear(library, X[:size]) is not None
     calls = functions.calls
     assert (calls["MatmulDescCreate"], calls["MatmulDescDestroy"]) == (10, 8)
     assert (calls["MatrixLayoutCreate"], calls["MatrixLayoutDestroy"]) == (30, 24)
@@ -102,7 +103,8 @@ def test_without_the_library_all_is_torchs(
     functions: FakeFunctions, caplog: pytest.LogCaptureFixture
 ) -> None:
     functions.status["Create"] = 1
-    assert [cublaslt.linear(X, WEIGHT) for _ in range(3)] == [None] * 3
+    library = cublaslt.Library(FakeDevice(), functions)
+    assert [linear(library) for _ in range(3)] == [None] * 3
     assert len([r for r in caplog.records if "torch computes it" in r.message]) == 1
 
 
