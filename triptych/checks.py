@@ -9,7 +9,7 @@ import importlib.util
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.model_spec import ModelSpec, longest_context
@@ -17,6 +17,7 @@ from services.common.process.pod_limits import memory_limit_bytes
 from triptych.checkpoint import Checkpoint, read_checkpoint
 from triptych.devices import Card, Placement, encoder_share
 from triptych.fit import Need, decoder_need, dummy_bytes, gib, what_fits
+from triptych.options import ServeOptions
 from triptych.stack import StackError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -105,6 +106,21 @@ def check_length(spec: ModelSpec, max_model_len: int | None) -> None:
         raise StackError(f"{spec.name}: {error}", 2) from error
 
 
+def _free_bytes() -> int:
+    """Bytes of the machine's memory that new processes may use."""
+    return min(memory_limit_bytes(), _available_bytes())
+
+
+def _available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError, IndexError):
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Checks that the memory is large enough for a model and its options.
@@ -116,6 +132,8 @@ class Memory:
         dtype, tower_dtype: data types of decoders and encoders, which may be `auto`.
         max_model_len, max_num_seqs: requested limits. None if the decoder chooses.
         fp8_cache: True if the user wants an FP8 KV cache. The checkpoint may require it as well.
+        free_bytes: bytes of the machine's memory that processes may still use. Defaults to what
+            the kernel and the container's limit leave.
     """
 
     spec: ModelSpec
@@ -126,6 +144,31 @@ class Memory:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     fp8_cache: bool = False
+    free_bytes: int = field(default_factory=_free_bytes)
+
+    @classmethod
+    def requested(
+        cls,
+        options: ServeOptions,
+        environment: Mapping[str, str],
+        spec: ModelSpec,
+        checkpoint: Checkpoint | None,
+        cards: Mapping[str, Card],
+    ) -> "Memory":
+        """Builds the check of what the user asks for with options and exported variables."""
+        given = options.dtype
+        caches = options.kv_cache_dtype or environment.get("DECODER_KV_CACHE_DTYPE", "auto")
+        return cls(
+            spec=spec,
+            checkpoint=checkpoint,
+            # A user who sets the cache's size intends to exceed the shares of the cards.
+            cards={} if "DECODER_KV_CACHE_BYTES" in environment else cards,
+            dtype=given or environment.get("DECODER_DTYPE", "auto"),
+            tower_dtype=given or environment.get("ENCODER_DTYPE", "auto"),
+            max_model_len=options.max_model_len or number(environment, "DECODER_MAX_MODEL_LEN"),
+            max_num_seqs=options.max_num_seqs or number(environment, "DECODER_MAX_NUM_SEQUENCES"),
+            fp8_cache=caches != "auto",
+        )
 
     def fits_beside(self, card_share: float, ranks: int = 1) -> bool:
         """Returns whether a decoder of `ranks` cards fits every card beside an encoder."""
@@ -213,12 +256,11 @@ class Memory:
 
     def _check_machine(self, needed: int) -> None:
         """Raises StackError if the machine has less than `needed` bytes of memory."""
-        have = min(memory_limit_bytes(), _available_bytes())
-        if needed > have:
+        if needed > self.free_bytes:
             halves = self.dtype in ("auto", "float32")
             raise StackError(
                 f"{self.spec.name} does not fit this machine: its weights take {gib(needed)} on "
-                f"CPUs, and {gib(have)} of memory are free"
+                f"CPUs, and {gib(self.free_bytes)} of memory are free"
                 + "; --dtype bfloat16 needs half"
                 * halves,
                 2,
@@ -250,14 +292,12 @@ class Memory:
         return text, files.vision.bytes_in(itemsize)
 
 
-def _available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    except (OSError, ValueError, IndexError):
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def number(environment: Mapping[str, str], name: str) -> int | None:
+    """Reads an exported number. None if the variable is not set or not a number.
+
+    The plan refuses a value that is not a number.
+    """
+    return int(environment[name]) if environment.get(name, "").isdecimal() else None
 
 
 def _itemsize(dtype: str, device: str) -> int:

@@ -293,15 +293,20 @@ def _device(text: str) -> str:
     return text
 
 
-def _serve(options: argparse.Namespace) -> int:
-    from triptych.serve import serve
-
-    chosen = vars(options) | {
-        "model": options.model or options.model_option or DEMONSTRATION_MODEL,
-        "log_level": options.log_level.upper(),
+def serve_options(arguments: argparse.Namespace) -> ServeOptions:
+    """Converts the parsed arguments of `triptych serve`."""
+    chosen = vars(arguments) | {
+        "model": arguments.model or arguments.model_option or DEMONSTRATION_MODEL,
+        "log_level": arguments.log_level.upper(),
     }
     names = chosen.keys() & ServeOptions.__dataclass_fields__.keys()
-    return serve(ServeOptions(**{name: chosen[name] for name in names}), options.revision)
+    return ServeOptions(**{name: chosen[name] for name in names})
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from triptych.serve import serve
+
+    return serve(serve_options(arguments), arguments.revision)
 
 
 def _ask(options: argparse.Namespace) -> int:

@@ -39,7 +39,8 @@ class Console:
         levels: lowest level of the records that are shown, by child. The output of other children
             is not shown, except as the cause of a failure.
         access_log: True if the gateway's line for each request is shown at any level.
-        stream: stream to print to. Defaults to standard error.
+        stream: stream to print to, whose terminal has the progress bars. Defaults to standard
+            error.
 
     Attributes:
         facts: record of each decoder whose engine is ready, by child.
@@ -54,7 +55,7 @@ class Console:
         self._access_log = access_log
         out = stream or sys.stderr
         is_dumb = os.environ.get("TERM") == "dumb"
-        self._bars = _TerminalBars() if out.isatty() and not is_dumb else _Lines(out)
+        self._bars = _TerminalBars(out) if out.isatty() and not is_dumb else _Lines(out)
         self._lock = threading.Lock()
         self._causes: dict[str, str] = {}
         self._is_ready = False
@@ -153,7 +154,7 @@ class _Lines:
 class _TerminalBars:
     """Progress as a bar for each process that starts. Errors of a closed terminal are ignored."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: TextIO) -> None:
         from rich.console import Console as Terminal
         from rich.progress import (
             BarColumn,
@@ -163,7 +164,8 @@ class _TerminalBars:
             TimeElapsedColumn,
         )
 
-        self._terminal = Terminal(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self._stream = stream
+        self._terminal = Terminal(file=stream, highlight=False, markup=False, soft_wrap=True)
         self._progress = Progress(
             TextColumn("{task.fields[child]}"),
             TextColumn("{task.description}"),
@@ -191,7 +193,7 @@ class _TerminalBars:
             with suppress(OSError):
                 self._terminal.print(text)
         else:  # rich would store lines that it could not print
-            write(text, sys.stderr)
+            write(text, self._stream)
 
     def close(self) -> None:
         self._is_open = False

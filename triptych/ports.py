@@ -1,12 +1,16 @@
 """Chooses the ports of a stack before the processes that listen on them start."""
 
 import contextlib
+import itertools
 import os
 import random
 import socket
 import weakref
+from collections.abc import Iterable
 
 from triptych.stack import StackError
+
+_PORTS = range(21_000, 32_000)
 
 
 class Ports:
@@ -15,16 +19,16 @@ class Ports:
     Chosen ports are below `ip_local_port_range`, from which the kernel takes clients' ports, since
     a child needs seconds until it binds its port. An abstract Unix socket per chosen port reserves
     the port against other stacks on the machine, until this object is deleted or its process ends.
-    The search starts at a random port, so that two stacks that start at the same time rarely
-    collide.
+
+    Args:
+        candidates: ports in the order in which they are tried. By default the order starts at a
+            random port, so that two stacks that start at the same time rarely collide.
     """
 
-    _FIRST, _NUM = 21_000, 11_000
-
-    def __init__(self) -> None:
+    def __init__(self, candidates: Iterable[int] | None = None) -> None:
         self._held: list[socket.socket] = []
         self._names: list[int] = []  # descriptors
-        self._next = random.randrange(self._NUM)
+        self._candidates = iter(_from_a_random_one() if candidates is None else candidates)
         weakref.finalize(self, _close, self._names)
 
     def claim(self, host: str, port: int) -> int:
@@ -35,9 +39,7 @@ class Ports:
         """
         if port:
             return self._bind(host, port)
-        for _ in range(self._NUM):
-            self._next = (self._next + 1) % self._NUM
-            chosen = self._FIRST + self._next
+        for chosen in self._candidates:
             if self._take_name(chosen):
                 with contextlib.suppress(StackError):
                     return self._bind(host, chosen)
@@ -72,6 +74,11 @@ class Ports:
         for held in self._held:
             held.close()
         self._held.clear()
+
+
+def _from_a_random_one() -> Iterable[int]:
+    first = random.randrange(len(_PORTS))
+    return itertools.chain(_PORTS[first:], _PORTS[:first])
 
 
 def _close(descriptors: list[int]) -> None:

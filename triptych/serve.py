@@ -112,8 +112,8 @@ def prepare(
     checks.check_devices(wanted, gpus, environment)
     load_format = options.load_format or environment.get("DECODER_LOAD_FORMAT", "auto")
     checkpoint = checks.check_files(spec, load_format)
-    max_model_len = options.max_model_len or _number(environment, "DECODER_MAX_MODEL_LEN")
-    checks.check_length(spec, max_model_len)
+    length = options.max_model_len or checks.number(environment, "DECODER_MAX_MODEL_LEN")
+    checks.check_length(spec, length)
     own_redis, redis = None, _given_redis(options.redis_url, environment)
     if spec.vision is None:
         report("the model is a text model: no encoder and no Redis are started")
@@ -130,19 +130,7 @@ def prepare(
     links = make_links(options.grpc, directory)
     on_cards = gpus and any(device != "cpu" for device in wanted)
     cards = visible_cards(environment) if on_cards else {}
-    # A user who sets the cache's size intends to exceed the shares of the cards.
-    checked = {} if "DECODER_KV_CACHE_BYTES" in environment else cards
-    memory = checks.Memory(
-        spec=spec,
-        checkpoint=checkpoint,
-        cards=checked,
-        dtype=options.dtype or environment.get("DECODER_DTYPE", "auto"),
-        tower_dtype=options.dtype or environment.get("ENCODER_DTYPE", "auto"),
-        max_model_len=max_model_len,
-        max_num_seqs=options.max_num_seqs or _number(environment, "DECODER_MAX_NUM_SEQUENCES"),
-        fp8_cache=(options.kv_cache_dtype or environment.get("DECODER_KV_CACHE_DTYPE", "auto"))
-        != "auto",
-    )
+    memory = checks.Memory.requested(options, environment, spec, checkpoint, cards)
     plan = plan_stack(
         options,
         spec,
@@ -159,14 +147,6 @@ def prepare(
         report("all users of this machine can read --api-key, but not GATEWAY_API_KEYS")
     report(_loading(plan, checkpoint, cards))
     return plan, [*([own_redis] if own_redis else []), *plan.children]
-
-
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    """Reads an exported number. None if the variable is not set or not a number.
-
-    The plan refuses a value that is not a number.
-    """
-    return int(environment[name]) if environment.get(name, "").isdecimal() else None
 
 
 def _loading(plan: Plan, checkpoint: Checkpoint | None, cards: Mapping[str, Card]) -> str:
@@ -240,11 +220,14 @@ def _given_redis(url: str | None, environment: Mapping[str, str]) -> RedisUrls |
     return dict.fromkeys(REDIS_RULES, url)
 
 
-def redis_spec(directory: Path) -> tuple[ChildSpec, RedisUrls] | None:
+def redis_spec(
+    directory: Path, max_memory: str = _REDIS_MAX_MEMORY
+) -> tuple[ChildSpec, RedisUrls] | None:
     """Plans a private Redis. None if `redis-server` is not installed.
 
     Args:
         directory: directory for the socket and the ACL file, which only this user can read.
+        max_memory: memory of its keys, in Redis' notation.
 
     Returns:
         The server process, and the URLs with the services' credentials.
@@ -282,7 +265,7 @@ def redis_spec(directory: Path) -> tuple[ChildSpec, RedisUrls] | None:
         "--appendonly",
         "no",
         "--maxmemory",
-        _REDIS_MAX_MEMORY,
+        max_memory,
         "--maxmemory-policy",
         "volatile-lru",
         "--loglevel",

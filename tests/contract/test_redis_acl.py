@@ -17,7 +17,6 @@ from services.common.embeddings.embedding_cache import RedisCache
 from services.gateway.tenancy.lease_store import LeaseReport, LeaseStore
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, answers
-from triptych import serve
 from triptych.serve import REDIS_RULES, redis_spec
 
 SECRETS = Path(__file__).resolve().parents[2] / "deploy" / "k8s" / "secrets.sh"
@@ -254,10 +253,9 @@ async def test_gateways_read_their_password_at_each_connection_too(tmp_path: Pat
 
 
 async def test_images_take_no_room_from_limits_in_the_redis_of_triptych_serve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(serve, "_REDIS_MAX_MEMORY", "16mb")
-    made = redis_spec(tmp_path)
+    made = redis_spec(tmp_path, "16mb")
     assert made is not None
     spec, urls = made
     report = LeaseReport("t", [10] * 5, [10] * 5, [10] * 5)

@@ -22,7 +22,7 @@ from triptych import checks, cli
 from triptych.checkpoint import Checkpoint, read_checkpoint
 from triptych.devices import Card, Placement, count_gpus, visible_cards
 from triptych.fit import GIB, decoder_need, text_parameters, tower_parameters
-from triptych.options import DEMONSTRATION_MODEL
+from triptych.options import DEMONSTRATION_MODEL, ServeOptions
 from triptych.stack import StackError
 
 # In which the plan can know; the interpreter's start is part of it.
@@ -236,8 +236,16 @@ def test_linux_on_windows_has_the_cards_that_its_driver_names(
     assert count_gpus({"PATH": "/nowhere"}, tmp_path) == 0
 
 
-def test_a_card_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.11.0")
+def install_torch(site: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts the metadata of a build of torch before those of the installed one."""
+    metadata = site / f"torch-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(site))
+
+
+def test_a_card_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_torch(tmp_path, "2.11.0", monkeypatch)
     checks.check_devices(["cuda", "cuda:1", "auto", "cpu"], 2, {})
     with pytest.raises(StackError, match=r"^cuda:2: cuda:0 to cuda:1 are visible"):
         checks.check_devices(["cuda:2"], 2, {})
@@ -245,8 +253,10 @@ def test_a_card_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         checks.check_devices(["cuda"], 0, {})
 
 
-def test_a_torch_that_cannot_use_the_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.11.0+cpu")
+def test_a_torch_that_cannot_use_the_card_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_torch(tmp_path, "2.11.0+cpu", monkeypatch)
     checks.check_devices(["auto"], 0, {})
     checks.check_devices(["cpu"], 1, {})
     for device in ("auto", "cuda", "cuda:0"):
@@ -364,7 +374,7 @@ def test_serve_asks_the_cards_before_it_starts_anything(
     capsys: pytest.CaptureFixture[str], device: str,
 ) -> None:  # fmt: skip
     spec, _ = large(tmp_path)
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.11.0")
+    install_torch(tmp_path / "site", "2.11.0", monkeypatch)
     monkeypatch.setenv("PATH", driver["PATH"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     words = ["serve", str(spec.directory), "--load-format", "dummy", "--port", "0"]
@@ -380,17 +390,15 @@ def test_a_card_that_others_fill_is_named(tmp_path: Path) -> None:
     assert "other processes hold 70.0 GiB of its 80.0 GiB: nvidia-smi names them" in said
 
 
-def test_a_machine_without_the_memory_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_the_memory_is_told(tmp_path: Path) -> None:
     spec, checkpoint = large(tmp_path)
     cpu = [Placement("cpu", 1.0, 4)]
 
     def check(dtype: str) -> None:
-        checks.Memory(spec=spec, checkpoint=checkpoint, cards={}, dtype=dtype).check([], cpu)
+        checks.Memory(
+            spec=spec, checkpoint=checkpoint, cards={}, dtype=dtype, free_bytes=20 * GIB
+        ).check([], cpu)
 
-    monkeypatch.setattr(checks, "_available_bytes", lambda: 20 * GIB)
-    monkeypatch.setattr(checks, "memory_limit_bytes", lambda: 64 * GIB)
     check("bfloat16")
     with pytest.raises(StackError, match=r"take 30\.5 GiB on CPUs, and 20\.0 GiB .* bfloat16"):
         check("auto")
@@ -415,21 +423,12 @@ def test_a_towers_own_dtype_counts(tmp_path: Path, dtype: str, taken: str) -> No
      (None, {"ENCODER_DTYPE": "float32"}, ("auto", "float32"))],
 )  # fmt: skip
 def test_each_stage_is_checked_with_its_dtype(
-    option: str | None, exported: dict[str, str], expected: tuple[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    found: list[checks.Memory] = []
-
-    def check(memory: checks.Memory, *_: object) -> None:
-        found.append(memory)
-        raise StackError("enough", 2)
-
-    monkeypatch.setattr(checks.Memory, "check", check)
-    for name, value in exported.items():
-        monkeypatch.setenv(name, value)
-    words = ["--dtype", option] if option else []
-    assert cli.main(["serve", "--port", "0", "--device", "cpu", *words]) == 2
-    assert [(each.dtype, each.tower_dtype) for each in found] == [expected]
+    option: str | None, exported: dict[str, str], expected: tuple[str, str]
+) -> None:
+    spec = read_spec(DEMONSTRATION_MODEL)
+    options = ServeOptions(dtype=option)
+    found = checks.Memory.requested(options, exported, spec, read_checkpoint(spec), {})
+    assert (found.dtype, found.tower_dtype) == expected
 
 
 def test_sizes_are_those_of_the_files() -> None:

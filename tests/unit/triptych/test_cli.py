@@ -11,48 +11,36 @@ from triptych import cli, serve
 from triptych.options import DEMONSTRATION_MODEL, ServeOptions
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeOptions]:
-    calls: list[ServeOptions] = []
-
-    def fake(options: ServeOptions, revision: str | None) -> int:
-        calls.append(options)
-        return 0
-
-    monkeypatch.setattr(serve, "serve", fake)
-    return calls
+def served(*words: str) -> ServeOptions:
+    """The options that `triptych serve` runs with."""
+    return cli.serve_options(cli.build_parser().parse_args(["serve", *words]))
 
 
-def test_serve_without_options_serves_the_demonstration_model(served: list[ServeOptions]) -> None:
-    assert cli.main(["serve"]) == 0
-    assert served == [ServeOptions()]
-    assert served[0].model == DEMONSTRATION_MODEL
+def test_serve_without_options_serves_the_demonstration_model() -> None:
+    assert served() == ServeOptions()
+    assert served().model == DEMONSTRATION_MODEL
 
 
-def test_every_option_arrives(served: list[ServeOptions]) -> None:
+def test_every_option_arrives() -> None:
     words = (
-        "serve /m --host 0.0.0.0 --port 9 --device cuda:1 --encoder-device cpu "
+        "/m --host 0.0.0.0 --port 9 --device cuda:1 --encoder-device cpu "
         "--decoder-device cuda:0 --dtype float16 --load-format dummy --gateways 4 --encoders 2 "
         "--decoders 3 --redis-url redis://r:1/2 --grpc tcp --served-model-name m --api-key k "
         "--max-model-len 99 --gpu-memory-utilization 0.5 --max-num-seqs 8 "
         "--metrics-host ::1 --metrics-port 7 --log-level debug --access-log --quantization fp8"
     )
-    assert cli.main(words.split()) == 0
-    assert served == [
-        ServeOptions(
-            model=Path("/m"), host="0.0.0.0", port=9, device="cuda:1", encoder_device="cpu",
-            decoder_device="cuda:0", dtype="float16", load_format="dummy", gateways=4, encoders=2,
-            decoders=3, redis_url="redis://r:1/2", grpc="tcp", served_name="m", api_key="k",
-            max_model_len=99, memory_share=0.5, max_num_seqs=8, metrics_host="::1", metrics_port=7,
-            log_level="DEBUG", access_log=True, quantization="fp8",
-        )
-    ]  # fmt: skip
+    assert served(*words.split()) == ServeOptions(
+        model=Path("/m"), host="0.0.0.0", port=9, device="cuda:1", encoder_device="cpu",
+        decoder_device="cuda:0", dtype="float16", load_format="dummy", gateways=4, encoders=2,
+        decoders=3, redis_url="redis://r:1/2", grpc="tcp", served_name="m", api_key="k",
+        max_model_len=99, memory_share=0.5, max_num_seqs=8, metrics_host="::1", metrics_port=7,
+        log_level="DEBUG", access_log=True, quantization="fp8",
+    )  # fmt: skip
 
 
-def test_a_model_is_named_by_its_place_or_by_an_option(served: list[ServeOptions]) -> None:
-    assert cli.main(["serve", "org/name"]) == 0
-    assert cli.main(["serve", "--model", "org/name", "--port", "1"]) == 0
-    assert [options.model for options in served] == [Path("org/name")] * 2
+def test_a_model_is_named_by_its_place_or_by_an_option() -> None:
+    assert served("org/name").model == Path("org/name")
+    assert served("--model", "org/name", "--port", "1").model == Path("org/name")
 
 
 @pytest.mark.parametrize(
@@ -71,15 +59,14 @@ def test_a_model_is_named_by_its_place_or_by_an_option(served: list[ServeOptions
     ],
 )
 def test_what_is_not_understood_is_refused(
-    words: list[str], served: list[ServeOptions], capsys: pytest.CaptureFixture[str]
+    words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(words)
+        cli.build_parser().parse_args(words)
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     command = "triptych serve" if words[:1] == ["serve"] else "triptych"
     assert line.startswith(f"{command}: ") and line.endswith(f" (see {command} --help)")
-    assert served == []
 
 
 def test_a_model_that_is_not_there_is_said_in_one_line(

@@ -5,8 +5,7 @@ import io
 import json
 import os
 import pty
-import sys
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from threading import Thread
 
 import pytest
@@ -78,16 +77,12 @@ def test_a_terminal_has_a_bar_for_each_process() -> None:
     reader = Thread(target=read)
     reader.start()
     with os.fdopen(follower, "w") as terminal:
-        standard, sys.stderr = sys.stderr, terminal
-        try:
-            console = Console({"decoder-0": "WARNING", "encoder-0": "WARNING"}, stream=terminal)
-            console.output("decoder-0", record(stage="weights", done=3, total=8))
-            console.output("encoder-0", record(stage="kernels", done=0, total=0))
-            console.report("one line")
-            console.ready()
-            console.report("another [line]")
-        finally:
-            sys.stderr = standard
+        console = Console({"decoder-0": "WARNING", "encoder-0": "WARNING"}, stream=terminal)
+        console.output("decoder-0", record(stage="weights", done=3, total=8))
+        console.output("encoder-0", record(stage="kernels", done=0, total=0))
+        console.report("one line")
+        console.ready()
+        console.report("another [line]")
     reader.join()
     os.close(leader)
     shown = b"".join(parts).decode()
@@ -100,7 +95,6 @@ def test_a_dumb_terminal_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     leader, follower = pty.openpty()
     monkeypatch.setenv("TERM", "dumb")
     with os.fdopen(follower, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
         console = Console({"decoder-0": "WARNING"}, stream=terminal)
         console.output("decoder-0", record(stage="weights", done=3, total=8))
         assert os.read(leader, 1 << 16) == b"triptych: decoder-0: weights, 3 of 8\r\n"
@@ -108,13 +102,10 @@ def test_a_dumb_terminal_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
-def test_a_terminal_that_is_gone_ends_nothing(
-    is_ready: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_that_is_gone_ends_nothing(is_ready: bool) -> None:
     """As after `setsid` or `disown`, when no signal says so."""
     leader, follower = pty.openpty()
     terminal = os.fdopen(follower, "w")
-    monkeypatch.setattr(sys, "stderr", terminal)
     console = Console({"decoder-0": "WARNING"}, stream=terminal)
     console.output("decoder-0", record(stage="weights", done=3, total=8))
     if is_ready:
@@ -178,10 +169,8 @@ def test_what_comes_after_a_full_disk_is_shown() -> None:
     assert disk.getvalue() == "gateway INFO shown\n"
 
 
-def test_what_serve_says_itself_ends_nothing_on_a_full_disk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_serve_says_itself_ends_nothing_on_a_full_disk() -> None:
     disk = Disk()
-    monkeypatch.setattr(sys, "stderr", disk)
-    serve._say("loading")
+    with redirect_stderr(disk):
+        serve._say("loading")
     assert disk.getvalue() == ""

@@ -1,7 +1,6 @@
 """Stacks that start at once choose different ports."""
 
 import gc
-import random
 import socket
 import subprocess
 import sys
@@ -13,10 +12,10 @@ from triptych.ports import Ports
 from triptych.stack import StackError
 
 
-def test_two_that_begin_at_the_same_one_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_that_begin_at_the_same_one_differ() -> None:
     """Also when the first have been closed for children that do not listen yet."""
-    monkeypatch.setattr(random, "randrange", lambda limit: 77)
-    first, second = Ports(), Ports()
+    candidates = range(21_077, 22_000)
+    first, second = Ports(candidates), Ports(candidates)
     chosen = [first.claim(LOOPBACK, 0) for _ in range(3)]
     first.close()
     others = [second.claim(LOOPBACK, 0) for _ in range(3)]
@@ -24,7 +23,7 @@ def test_two_that_begin_at_the_same_one_differ(monkeypatch: pytest.MonkeyPatch) 
     assert len({*chosen, *others}) == 6
     del first
     gc.collect()
-    third = Ports()
+    third = Ports(candidates)
     assert third.claim(LOOPBACK, 0) in chosen
     third.close()
 
@@ -51,16 +50,13 @@ def test_processes_differ() -> None:
         assert int(one.stdout.readline()) != int(other.stdout.readline())
 
 
-def test_a_port_that_is_listened_on_is_passed_over_or_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ports = Ports()
+def test_a_port_that_is_listened_on_is_passed_over_or_refused() -> None:
     with socket.socket() as listening:
         listening.bind((LOOPBACK, 0))
         listening.listen()
         taken = listening.getsockname()[1]
+        ports = Ports(range(taken, 1 << 16))
         with pytest.raises(StackError, match="cannot listen"):
             ports.claim(LOOPBACK, taken)
-        monkeypatch.setattr(Ports, "_FIRST", taken - 1 - ports._next)
         assert ports.claim(LOOPBACK, 0) > taken
     ports.close()
