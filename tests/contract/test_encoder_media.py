@@ -70,12 +70,12 @@ async def test_a_file_that_leaves_is_counted_until_it_has_left() -> None:
     async with run_pod(max_read_bytes=100 << 10) as pod:
         file = bytes(60 << 10)
         digest = await upload(pod, file, "one")
-        pod.servicer.count_bytes(60 << 10)
+        pod.servicer.messages.count(60 << 10)
         assert isinstance(await failure(download(pod, digest, "one")), errors.Overloaded)
-        pod.servicer.uncount_bytes(60 << 10)
+        pod.servicer.messages.uncount(60 << 10)
         assert await download(pod, digest, "one") == file
-        await until(lambda: not pod.servicer.bytes_under_way)
-        pod.servicer.count_bytes(100 << 10)
+        await until(lambda: not pod.servicer.messages.num_bytes)
+        pod.servicer.messages.count(100 << 10)
         assert isinstance(await failure(download(pod, digest, "one")), errors.Overloaded)
 
 
@@ -107,10 +107,10 @@ async def test_an_embedding_is_counted_until_it_is_written() -> None:
         size = outgoing_metadata(request.ByteSize())
         waiting = asyncio.ensure_future(pod.stub.Encode(request, metadata=size))
         await until(lambda: pod.memory.arena.has_claims)
-        assert pod.servicer.bytes_under_way == request.ByteSize()
+        assert pod.servicer.messages.num_bytes == request.ByteSize()
         pod.memory.arena.release(everything)
         assert (await waiting).num_tokens == 16
-        await until(lambda: not pod.servicer.bytes_under_way)
+        await until(lambda: not pod.servicer.messages.num_bytes)
 
 
 async def test_an_embedding_stands_under_no_images_name(pod: Pod) -> None:

@@ -318,7 +318,7 @@ async def test_calls_that_wait_for_an_encode_keep_no_message(pod: Pod) -> None:
         assert tracemalloc.get_traced_memory()[0] < (1 + joins) * len(image)
     finally:
         tracemalloc.stop()
-    assert not pod.servicer.bytes_under_way
+    assert not pod.servicer.messages.num_bytes
     assert messages() - others <= 1 + joins  # the clients', which are in this process, too
     pod.engine.gate.set()
     assert (await first).source == Response.SOURCE_COMPUTED
@@ -334,7 +334,7 @@ async def test_a_message_is_counted_before_it_is_read() -> None:
         )
         said = (("triptych-message-bytes", str(90 << 10)),)
         silent = begin(metadata=said, timeout=PATIENCE_S)  # its message never comes
-        await until(lambda: pod.servicer.bytes_under_way == 90 << 10)
+        await until(lambda: pod.servicer.messages.num_bytes == 90 << 10)
         small = (("triptych-message-bytes", str(10 << 10)),)
         request = pb.EncodeRequest(
             image_key=key_of(b"x", GRID), image=b"x", grid=pb.Grid(t=1, h=8, w=8)
@@ -348,7 +348,7 @@ async def test_a_message_is_counted_before_it_is_read() -> None:
             await failure(pod.stub.Encode(request, metadata=lie)), errors.InvalidRequest
         )
         silent.cancel()
-        await until(lambda: not pod.servicer.bytes_under_way)
+        await until(lambda: not pod.servicer.messages.num_bytes)
         assert (await pod.stub.Encode(request)).num_tokens  # alone, whatever its size
 
 

@@ -13,40 +13,36 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from traceback import clear_frames
-from typing import Any, ClassVar, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import grpc
 import grpc.aio
 import msgspec
-from google.protobuf.message import Message
 
 from services.common.embeddings.arena import ArenaEntry
 from services.common.embeddings.fetch_wire import DTYPES, WireChunk, serialize
 from services.common.embeddings.shared_memory import host_identity
 from services.common.errors import (
-    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     InvalidVideo,
     NotFound,
-    Overloaded,
     TriptychError,
     WrongImageKey,
 )
 from services.common.pb import encoder_pb2 as pb
 from services.common.spans import span
-from services.common.transport.rpc import Servicer, abort, adopt_metadata, message_bytes
+from services.common.transport.rpc import Servicer, abort, adopt_metadata
 from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings, Encoded, Work
 from services.encoder.front.encode_inputs import InputReader, checked_key, share_of
 from services.encoder.front.memory_tier import Reading
+from services.encoder.front.message_reader import MessageReader
 from services.encoder.front.uploaded_files import TTL_S, UploadedFiles
 from services.encoder.front.video_store import StoredVideo, VideoStore
 from services.encoder.metrics import EncoderMetrics
 
 log = logging.getLogger(__name__)
-
-Request = TypeVar("Request", bound=Message)
 
 _CHUNK_BYTES = 1 << 20
 # A reader that does not end its call holds its entry in shared memory for at most this long.
@@ -55,7 +51,6 @@ _MAX_READ_S = 10.0
 # the drain, and decoders then still fetch the embeddings that were encoded here.
 _QUIET_S = 2.0
 _POLL_S = 0.05
-_MESSAGE_TIMEOUT_S = 30.0
 
 
 class EncoderServicer(Servicer):
@@ -69,10 +64,10 @@ class EncoderServicer(Servicer):
         client_embeddings: the writer of embeddings that clients have computed.
         files: files that clients have uploaded.
         takes_videos: whether the model takes videos.
-        max_read_bytes: the most bytes of messages that arrive, and of files that leave, at a time.
+        max_read_bytes: the most bytes of messages and files in transit; see `MessageReader`.
 
     Attributes:
-        bytes_under_way: bytes of the messages that arrive and of the files that leave now.
+        messages: reader of the calls' messages.
     """
 
     SERVICE = pb.DESCRIPTOR.services_by_name["Encoder"]
@@ -92,8 +87,7 @@ class EncoderServicer(Servicer):
         takes_videos: bool,
         max_read_bytes: int,
     ) -> None:
-        self.bytes_under_way = 0
-        self._max_read_bytes = max_read_bytes
+        self.messages = MessageReader(max_read_bytes)
         self._description = description
         self._embeddings = embeddings
         self._metrics = metrics
@@ -148,7 +142,7 @@ class EncoderServicer(Servicer):
         each encode. A call that joins an encode brings a second copy of the file, which nobody
         counts, so no call may hold its copy while it waits.
         """
-        async with self._message(context, pb.EncodeRequest) as message:
+        async with self.messages.read(context, pb.EncodeRequest) as message:
             share = share_of(message)
             inputs, key = await self._inputs.read(message)
             spec = self._embeddings.spec_of(inputs.unit)
@@ -221,7 +215,7 @@ class EncoderServicer(Servicer):
         The message is dropped while the file waits to be read: `VideoStore` has a copy, which it
         counts.
         """
-        async with self._message(context, pb.ProbeRequest) as message:
+        async with self.messages.read(context, pb.ProbeRequest) as message:
             if not self._takes_videos:
                 raise InvalidVideo("this model takes no videos")
             if bool(message.video) == bool(message.video_digest):
@@ -244,7 +238,7 @@ class EncoderServicer(Servicer):
         `_fail` clears the frames of functions that have ended with the error. `Upload` itself still
         runs then, so the message is a local variable of this function.
         """
-        async with self._message(context, pb.UploadRequest) as message:
+        async with self.messages.read(context, pb.UploadRequest) as message:
             return await self._files.put(message.tenant, message.file)
 
     async def Download(
@@ -257,8 +251,8 @@ class EncoderServicer(Servicer):
                     raise NotFound("no such file is kept")
                 return pb.DownloadResponse()
             file = await self._files.get(request.tenant, request.digest)
-            self.count_bytes(len(file))
-            cast("Any", context).add_done_callback(lambda _: self.uncount_bytes(len(file)))
+            self.messages.count(len(file))
+            cast("Any", context).add_done_callback(lambda _: self.messages.uncount(len(file)))
             return pb.DownloadResponse(file=file)
 
     @asynccontextmanager
@@ -276,34 +270,6 @@ class EncoderServicer(Servicer):
         finally:
             self._num_calls -= 1
             self._last_call_at = time.monotonic()
-
-    @asynccontextmanager
-    async def _message(
-        self, context: grpc.aio.ServicerContext, kind: type[Request]
-    ) -> AsyncGenerator[Request]:
-        """Reads a call's message, and counts its bytes until the block ends.
-
-        Raises:
-            Overloaded: calls under way have too many bytes.
-            DeadlineExceeded: the message does not arrive in time.
-            InvalidRequest: there is no message, or it is longer than its caller said.
-        """
-        num_bytes = message_bytes(context)
-        self.count_bytes(num_bytes)
-        try:
-            yield await _read(context, num_bytes, kind)
-        finally:
-            self.uncount_bytes(num_bytes)
-
-    def count_bytes(self, num_bytes: int) -> None:
-        """Counts bytes under way. Raises Overloaded if calls have too many bytes already."""
-        if self.bytes_under_way and self.bytes_under_way + num_bytes > self._max_read_bytes:
-            raise Overloaded("calls under way have too many bytes", retry_after_s=1)
-        self.bytes_under_way += num_bytes
-
-    def uncount_bytes(self, num_bytes: int) -> None:
-        """Notes that bytes counted by `count_bytes` are no longer under way."""
-        self.bytes_under_way -= num_bytes
 
     async def _fail(
         self, method: str, error: Exception, context: grpc.aio.ServicerContext
@@ -337,19 +303,6 @@ class FetchProgress:
         """Writes one progress message to the call's stream."""
         waiting = pb.FetchWaiting(in_work=in_work)
         await self._context.write(pb.FetchResponse(waiting=waiting))
-
-
-async def _read(context: grpc.aio.ServicerContext, max_bytes: int, kind: type[Request]) -> Request:
-    try:
-        async with asyncio.timeout(_MESSAGE_TIMEOUT_S):
-            request = cast("object", await context.read())
-    except TimeoutError:
-        raise DeadlineExceeded("the call's message did not arrive in time") from None
-    if not isinstance(request, kind):  # the end of the stream
-        raise InvalidRequest("the call has no message")
-    if request.ByteSize() > max_bytes:
-        raise InvalidRequest("the message is longer than its caller said")
-    return request
 
 
 def _header(entry: ArenaEntry) -> pb.FetchResponse:
