@@ -63,6 +63,7 @@ class Harness:
         self.scores: dict[int, list[int]] = {}  # prompt tokens that had a logprob, in order
         self.ends: dict[int, str] = {}
         self.messages: dict[int, str] = {}
+        self.codes: dict[int, str] = {}  # of errors; empty for sequences that ended without one
         self.event_steps: list[int] = []
         self.added: dict[int, AddSequence] = {}
         self._next_offset = 0
@@ -128,6 +129,7 @@ class Harness:
             if event.end is not None:
                 self.ends[event.sequence_id] = event.end.reason
                 self.messages[event.sequence_id] = event.end.message
+                self.codes[event.sequence_id] = event.end.code
                 self._evict(self._held.pop(event.sequence_id, {}).values())
         if self._plans:
             self.engine.plan()

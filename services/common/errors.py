@@ -6,6 +6,7 @@
     │   ├── InvalidImage               400
     │   ├── InvalidVideo               400
     │   ├── InvalidGrammar             400
+    │   ├── NoTokenAllowed             400
     │   ├── ThreadUnsupported          400
     │   ├── ModelNotFound              404
     │   └── NotFound                   404  the named object does not exist for this tenant
@@ -94,7 +95,20 @@ class InvalidRequest(
 
 
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
-    """Prompt and completion do not fit in the model's context."""
+    """The prompt leaves no token of the model's context for an answer."""
+
+    @classmethod
+    def of(cls, num_tokens: int, max_model_len: int, *, param: str | None = None) -> Self:
+        """Creates the error for a prompt of `num_tokens` tokens.
+
+        Agents shorten a conversation when they find the words of Anthropic's error or those of
+        OpenAI's, so the message has both.
+        """
+        return cls(
+            f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum: the maximum "
+            f"context length is {max_model_len} tokens, and an answer has at least one",
+            param=param,
+        )
 
 
 class InvalidImage(InvalidRequest, code="invalid_image"):
@@ -107,6 +121,12 @@ class InvalidVideo(InvalidRequest, code="invalid_video"):
 
 class InvalidGrammar(InvalidRequest, code="invalid_grammar"):
     """The schema, regular expression or grammar of an answer cannot be enforced."""
+
+
+class NoTokenAllowed(InvalidRequest, code="no_token_allowed"):
+    """The constraints of the request (`allowed_token_ids`, `bad_words`, a grammar, `min_tokens`)
+    together forbid every token that could come next in an answer.
+    """
 
 
 class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):

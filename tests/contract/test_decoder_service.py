@@ -11,6 +11,7 @@ from typing import cast
 import grpc.aio
 import numpy as np
 import pytest
+from msgspec import structs
 
 from kernels.sampling import ALL_MASKED
 from services.common.pb import decoder_pb2 as pb
@@ -426,7 +427,19 @@ async def test_constraints_that_leave_no_token_are_the_requests_fault(monkeypatc
     async with Decoder() as decoder, Gateway(decoder) as gateway:
         await gateway.submit(submit_of(1, prompt_of(1)))
         end = await gateway.end(1)
-        assert end.code == "invalid_request" and "constraints leave no token" in end.message
+        assert end.code == "no_token_allowed" and "constraints leave no token" in end.message
+        await until(decoder.is_idle)
+
+
+async def test_a_prompt_that_only_the_engine_finds_too_long_is_the_requests_fault():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        decoder.front.engine = structs.replace(decoder.engine.ready, max_model_len=1 << 20)
+        await gateway.submit(submit_of(1, prompt_of(1, decoder.engine.ready.max_model_len)))
+        await gateway.submit(submit_of(2, prompt_of(2)))
+        end = await gateway.end(1)
+        assert end.code == "context_length_exceeded" and "prompt is too long" in end.message
+        assert isinstance(await gateway.end(2), pb.Finished)
+        assert decoder.metric("decoder_sequences_total", outcome="context_length_exceeded") == 1
         await until(decoder.is_idle)
 
 

@@ -7,6 +7,7 @@ import httpx2
 import numpy as np
 import pytest
 
+from services.common.errors import ContextLengthExceeded, InvalidRequest, NoTokenAllowed
 from services.gateway.forms.parts import Text
 from services.gateway.forms.responses import Update
 from services.gateway.request.chat import ChatService
@@ -121,6 +122,48 @@ def test_a_text_that_is_too_long_is_named_by_its_field(stack):
     ):
         error = post(stack, path, {"prompt": prompt}).json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+CHAT, TEXT = {"messages": MESSAGES}, {"prompt": ["x", "y"]}
+RESPONSES, ANTHROPIC = {"input": "hello", "store": False}, {"messages": MESSAGES, "max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "error", "param"),
+    [
+        ("/v1/chat/completions", CHAT, ContextLengthExceeded.of(9, 5), "messages"),
+        ("/v1/chat/completions", {**CHAT, "stream": True}, ContextLengthExceeded.of(9, 5),
+         "messages"),
+        ("/v1/completions", TEXT, ContextLengthExceeded.of(9, 5), "prompt"),
+        ("/v1/responses", RESPONSES, ContextLengthExceeded.of(9, 5), "input"),
+        ("/v1/messages", ANTHROPIC, ContextLengthExceeded.of(9, 5), None),
+        ("/v1/chat/completions", {**CHAT, "allowed_token_ids": [5], "bad_words": ["a"]},
+         NoTokenAllowed("no token"), "allowed_token_ids"),
+        ("/v1/chat/completions", {**CHAT, "bad_words": ["a"]}, NoTokenAllowed("no token"),
+         "bad_words"),
+        ("/v1/chat/completions", {**CHAT, "structured_outputs": {"regex": "a"}},
+         NoTokenAllowed("no token"), "structured_outputs.regex"),
+        ("/v1/chat/completions", CHAT, InvalidRequest("the prompt is empty"), None),
+    ],
+)  # fmt: skip
+def test_a_request_that_only_the_decoder_refuses_is_a_400_by_its_field(
+    stack, path, body, error, param
+):
+    async def refuse(_submit):
+        raise error
+
+    stack.decoder.before = refuse
+    response = post(stack, path, {"model": MODEL, **body})
+    assert response.status_code == 400, response.text
+    found = response.json()["error"]
+    assert error.message in found["message"]
+    if path == "/v1/messages":  # Anthropic's errors have neither code nor param
+        assert found["type"] == "invalid_request_error"
+    else:
+        assert (found["code"], found["param"]) == (error.code, param)
+    stack.wait(lambda: stack.gateway.admission.num_running == 0)
+    assert len(stack.decoder.submits) == len(body.get("prompt", "x"))  # each was sent once
 
 
 def test_tokenizer_info_has_the_template(stack):

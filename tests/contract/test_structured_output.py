@@ -314,7 +314,7 @@ async def test_demands_that_exclude_each_other(decoder):
         submit.sampling.allowed_token_ids.append(END)
         await gateway.submit(submit)
         end = await gateway.end(1)
-        assert end.code == "invalid_request" and "leave no token" in end.message
+        assert end.code == "no_token_allowed" and "leave no token" in end.message
         for number, fields in enumerate(
             (
                 {"allowed_token_ids": [1000]},

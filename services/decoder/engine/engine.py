@@ -16,6 +16,7 @@ import numpy as np
 
 from kernels.sampling import ALL_MASKED, NOT_FINITE
 from services.common.clock import Clock
+from services.common.errors import InternalError, InvalidRequest, NoTokenAllowed, TriptychError
 from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import (
     AbortSequence,
@@ -35,7 +36,7 @@ from services.decoder.engine.messages import (
 from services.decoder.engine.schedule.batch import Batch, Chunk
 from services.decoder.engine.schedule.block_manager import BlockManager
 from services.decoder.engine.schedule.recurrent_states import states_of
-from services.decoder.engine.schedule.scheduler import CannotSchedule, Scheduler
+from services.decoder.engine.schedule.scheduler import Scheduler
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from services.decoder.engine.step import (
@@ -49,12 +50,10 @@ from services.decoder.engine.step import (
 
 log = logging.getLogger(__name__)
 
-_FAILURES = {
-    NOT_FINITE: ("failed", "the model's output is not finite"),
-    ALL_MASKED: (
-        "refused",
-        "every token is masked out: the request's constraints leave no token that may come next",
-    ),
+# Errors by the number that the sampler returns in place of a token id.
+_SAMPLING_ERRORS: dict[int, TriptychError] = {
+    NOT_FINITE: InternalError("the model's output is not finite"),
+    ALL_MASKED: NoTokenAllowed("the request's constraints leave no token that may come next"),
 }
 
 
@@ -168,16 +167,16 @@ class Engine:
                 self._blocks.reset()
 
     def add(self, message: AddSequence) -> None:
-        """Queues a sequence; a sequence that can never run fails at once."""
+        """Queues a sequence. A sequence that can never run is refused at once."""
         self._discard_plan()
         sequence = Sequence(message)
         sequence.received_at = self._clock()
         try:
             if sequence.message.images and not self.info.num_features:
-                raise CannotSchedule("the model takes no images")
+                raise InvalidRequest("the model takes no images")
             self.scheduler.add(sequence)
-        except CannotSchedule as error:
-            self._end(sequence, "failed", str(error))
+        except InvalidRequest as error:
+            self._end(sequence, error=error)
             return
         self._num_prompt_tokens += sequence.num_prompt_tokens
         self.sequences[sequence.sequence_id] = sequence
@@ -205,7 +204,7 @@ class Engine:
         expected = sequence.num_generated
         if not sequence.awaits_mask or num_generated != expected:
             problem = f"a token mask for token {num_generated} came, at token {expected}"
-            self._finish(sequence, "failed", problem)
+            self._finish(sequence, error=InternalError(problem))
             return
         sequence.num_masked = num_generated
         # If no launched step waits for the mask, the sequence joins the next step, which has to be
@@ -350,7 +349,7 @@ class Engine:
             "DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or DECODER_MEMORY_FRACTION"
         )
         detail = f"the device is out of memory: {error}".splitlines()[0]
-        self._finish(largest.sequence, "failed", detail)
+        self._finish(largest.sequence, error=InternalError(detail))
 
     def _postprocess(self, batch: Batch, output: StepOutput) -> None:
         """Appends the sampled ids to their sequences and finds those that have ended."""
@@ -378,7 +377,7 @@ class Engine:
                     continue
             if ids[0] < 0:
                 poisoned = ids[0] == NOT_FINITE
-                self._finish(sequence, *_FAILURES[ids[0]], poisoned=poisoned)
+                self._finish(sequence, error=_SAMPLING_ERRORS[ids[0]], poisoned=poisoned)
                 continue
             if sequence.image_offsets:
                 self._release_images(sequence)
@@ -434,9 +433,9 @@ class Engine:
     def _finish(
         self,
         sequence: Sequence,
-        reason: str,
-        message: str = "",
+        reason: str = "",
         *,
+        error: TriptychError | None = None,
         poisoned: bool = False,
         event: SequenceEvent | None = None,
     ) -> None:
@@ -444,22 +443,29 @@ class Engine:
 
         Args:
             sequence: a sequence that has not ended.
-            reason: see `EndOfSequence`.
-            message: cause of a failure.
+            reason: see `EndOfSequence`. Empty if there is an error, from which it follows.
+            error: error that ends the sequence. None if the sequence ends without an error.
             poisoned: True if the keys and values of the sequence are wrong.
             event: event of the sequence's last tokens. None if there are no further tokens.
         """
         self._discard_plan()
         self.scheduler.finish(sequence, poisoned=poisoned)
         del self.sequences[sequence.sequence_id]
-        self._end(sequence, reason, message, event)
+        self._end(sequence, reason, error, event)
 
     def _end(
-        self, sequence: Sequence, reason: str, message: str = "", event: SequenceEvent | None = None
+        self,
+        sequence: Sequence,
+        reason: str = "",
+        error: TriptychError | None = None,
+        event: SequenceEvent | None = None,
     ) -> None:
         """Sends the last event, once no step in flight reads the sequence's images any more."""
         event = event or SequenceEvent(sequence.sequence_id, [])
-        event.end = EndOfSequence(reason, message, sequence.num_preemptions)
+        event.end = end = EndOfSequence(reason, num_preemptions=sequence.num_preemptions)
+        if error is not None:
+            end.reason = "refused" if isinstance(error, InvalidRequest) else "failed"
+            end.message, end.code = error.message, error.code
         if sequence.message.images and sequence.last_prefill_step >= self._first_in_flight():
             self._delayed.append((sequence.last_prefill_step, event))
         else:

@@ -267,15 +267,17 @@ class EndOfSequence(msgspec.Struct, array_like=True):
     """The end of a sequence.
 
     Attributes:
-        reason: "stop", "length", "aborted", "failed", or "refused" if no answer can satisfy the
-            request.
+        reason: "stop", "length" or "aborted"; "refused" if the request itself is at fault, so that
+            no engine can answer it; "failed" if this engine is at fault.
         message: cause, if the sequence failed or was refused.
         num_preemptions: number of times that the sequence was preempted.
+        code: code of the error (`services.common.errors`), if the sequence failed or was refused.
     """
 
     reason: str
     message: str = ""
     num_preemptions: int = 0
+    code: str = ""
 
 
 class SequenceEvent(msgspec.Struct, array_like=True, gc=False):

@@ -22,6 +22,7 @@ from services.common.errors import (
     Overloaded,
     TriptychError,
     Unavailable,
+    from_code,
 )
 from services.common.pb import decoder_pb2 as pb
 from services.common.process.channel import ChannelClosed, FrontChannel
@@ -374,7 +375,7 @@ class DecoderFront(InputListener):
                 )
                 self._report(sequence, finished, end.reason)
             elif end.reason == "refused":
-                refusal = InvalidRequest(end.message)
+                refusal = from_code(end.code, end.message)
                 self._report(sequence, _failed(refusal), refusal.code)
             else:
                 # The front has already reported each sequence that it told the engine to abort, so

@@ -95,10 +95,7 @@ def _check_prompt(submit: pb.Submit, engine: EngineInfo) -> int:
     if not count:
         raise InvalidRequest("prompt_token_ids is empty")
     if count >= engine.max_model_len:
-        raise ContextLengthExceeded(
-            f"the prompt has {count} tokens; prompt and completion may have "
-            f"{engine.max_model_len} together"
-        )
+        raise ContextLengthExceeded.of(count, engine.max_model_len)
     return count
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from services.common.errors import (
     InternalError,
     InvalidGrammar,
-    InvalidRequest,
+    NoTokenAllowed,
     Overloaded,
     TriptychError,
 )
@@ -325,7 +325,7 @@ def _work_of(thread: WorkThread) -> dict[str, object]:
 
 def _error_of(failure: MatcherFailed) -> TriptychError:
     if isinstance(failure, NothingAllowed):
-        return InvalidRequest(str(failure))
+        return NoTokenAllowed(str(failure))
     if isinstance(failure, UnexpectedToken):
         return InternalError(f"a token does not follow the grammar: {failure}")
     return InvalidGrammar(f"it takes too much work to follow: {failure}")

@@ -56,6 +56,8 @@ async def text_completions(context: RequestContext, body: Body) -> None:
         completion = await context.prepare(chat, timings, draft)
         beginnings.append(_echoed(service, prompt, draft, completion) if request.echo else "")
         await asyncio.sleep(0)  # other requests' turn: each prompt may take some ms
+    # A decoder may still refuse a prompt, and its error does not say which.
+    context.paths["messages"] = "prompt"
     writer = _Writer(
         request, f"cmpl-{context.answer_id}", beginnings, service.tokenizer, service.model_name
     )

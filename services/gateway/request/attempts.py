@@ -19,7 +19,6 @@ from blake3 import blake3
 
 from services.common.errors import (
     Cancelled,
-    InvalidGrammar,
     Overloaded,
     ProcessLost,
     TriptychError,
@@ -361,8 +360,8 @@ class Attempts:
         # This gateway did not cancel the sequence: `DecoderPod` passes on no event after `cancel`.
         if isinstance(error, Cancelled):
             error = Unavailable("the decoder cancelled the request")
-        if isinstance(error, InvalidGrammar):
-            error.param = self._request.answer_format.grammar_param
+        if error.param is None:
+            error.param = self._request.param_of(error)
         return RetryableFailure(error, "decoder", self._session) if error.retryable else error
 
     def _record_handover(self) -> None:

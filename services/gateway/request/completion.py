@@ -4,6 +4,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.common.errors import (
+    ContextLengthExceeded,
+    InvalidGrammar,
+    NoTokenAllowed,
+    TriptychError,
+)
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.detokenizer import Choice
@@ -68,6 +74,22 @@ class Completion:
     def remaining_s(self) -> float:
         """Returns the time in seconds to the deadline. Always positive, for use as a timeout."""
         return max(self.deadline - time.monotonic(), 0.001)
+
+    def param_of(self, error: TriptychError) -> str | None:
+        """Returns the field of the chat request that an error of a decoder is about. None if the
+        error is not about a field of the client's.
+        """
+        grammar, sampling = self.answer_format.grammar_param, self.sampling
+        if isinstance(error, ContextLengthExceeded):
+            return "messages"
+        if isinstance(error, InvalidGrammar):
+            return grammar
+        if isinstance(error, NoTokenAllowed):
+            # A grammar alone rarely forbids everything, so the other constraints come first.
+            if sampling.allowed_token_ids:
+                return "allowed_token_ids"
+            return "bad_words" if sampling.bad_words else grammar
+        return None
 
     def record_start(self, started: pb.Started) -> None:
         """Records how the first choice reached its first token. The other choices share its prompt

@@ -175,13 +175,7 @@ def check_room(num_prompt_tokens: int, max_model_len: int, param: str = "message
     """
     left = max_model_len - num_prompt_tokens
     if left < 1:
-        # The message has Anthropic's words and OpenAI's: agents shorten a conversation when they
-        # find either of them.
-        raise ContextLengthExceeded(
-            f"prompt is too long: {num_prompt_tokens} tokens > {max_model_len - 1} maximum: "
-            f"the maximum context length is {max_model_len} tokens, and an answer has at least one",
-            param=param,
-        )
+        raise ContextLengthExceeded.of(num_prompt_tokens, max_model_len, param=param)
     return left
 
 

@@ -98,17 +98,28 @@ def test_the_model_length_ends_a_sequence():
     ("length", "info", "words"),
     [
         (0, {}, "empty"),
-        (256, {}, "256 together"),
-        (33, {"num_blocks": 8, "max_model_len": 1000}, "33 together"),
+        (256, {}, "context length is 256 tokens"),
+        (33, {"num_blocks": 8, "max_model_len": 1000}, "context length is 33 tokens"),
     ],
 )
-def test_a_sequence_that_can_never_run_fails_at_once(length, info, words):
+def test_a_sequence_that_can_never_run_is_refused_at_once(length, info, words):
     harness = Harness(**info)
     harness.add(add_message(1, prompt_of(1, length), max_tokens=5))
     harness.add(add_message(2, prompt_of(2, 5), max_tokens=2))
     harness.run()
-    assert harness.ends == {1: "failed", 2: "length"}
+    assert harness.ends == {1: "refused", 2: "length"}
     assert words in harness.messages[1]
+    assert harness.codes == {1: "context_length_exceeded" if length else "invalid_request", 2: ""}
+
+
+def test_an_image_for_a_model_without_images_is_refused():
+    harness = Harness(num_features=0)
+    span = (ImageSpan(KEYS[0], 2, 8),)
+    harness.add(add_message(1, prompt_of(1, 20), images=span, max_tokens=5), images_ready=False)
+    harness.run()
+    assert harness.ends == {1: "refused"} and harness.codes == {1: "invalid_request"}
+    assert "takes no images" in harness.messages[1]
+    harness.assert_empty()
 
 
 def test_a_sequence_that_fills_all_blocks_runs():
@@ -223,7 +234,7 @@ def test_a_non_finite_sequence_fails_alone_and_is_never_found_again():
         )
     harness.run()
     assert harness.ends == {1: "failed", 2: "length"}
-    assert "not finite" in harness.messages[1]
+    assert "not finite" in harness.messages[1] and harness.codes[1] == "internal_error"
     harness.runner.poisoned.clear()
     harness.add(add_message(3, prompt_of(1, 20), images=(ImageSpan(KEYS[0], 4, 8),), max_tokens=4))
     harness.run()
@@ -244,7 +255,7 @@ def test_out_of_memory_costs_the_largest_chunk_only(overlap, caplog):
         harness.add(add_message(4, prompt_of(4, 7), max_tokens=5))
         harness.run()
     assert harness.ends == {1: "length", 2: "length", 3: "failed", 4: "length"}
-    assert "out of memory" in harness.messages[3]
+    assert "out of memory" in harness.messages[3] and harness.codes[3] == "internal_error"
     assert "lower DECODER_MAX_NUM_SEQUENCES" in caplog.text
     harness.assert_all_as_alone()
     harness.assert_empty()
@@ -307,7 +318,7 @@ def test_a_sequence_whose_tokens_are_all_masked_fails_alone():
     harness.engine.mask_ready(1, 0, np.zeros(32, np.int32))
     harness.run()
     assert harness.ends == {1: "refused", 2: "length"}
-    assert "every token is masked out" in harness.messages[1]
+    assert "leave no token" in harness.messages[1] and harness.codes[1] == "no_token_allowed"
     harness.assert_all_as_alone()
     harness.assert_empty()
 

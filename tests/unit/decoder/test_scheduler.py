@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.errors import InvalidRequest
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.schedule.block_manager import BlockManager
-from services.decoder.engine.schedule.scheduler import CannotSchedule, Scheduler
+from services.decoder.engine.schedule.scheduler import Scheduler
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from tests.fake_runner import add_message, runner_info
@@ -214,10 +215,10 @@ def test_sequences_of_a_batch_that_was_abandoned_begin_again():
 
 
 @pytest.mark.parametrize(
-    ("length", "words"), [(0, "empty"), (256, "256 together"), (300, "300 tokens")]
+    ("length", "words"), [(0, "empty"), (256, "256 tokens > 255"), (300, "300 tokens > 255")]
 )
 def test_what_can_never_run_is_refused(length, words):
-    with pytest.raises(CannotSchedule, match=words):
+    with pytest.raises(InvalidRequest, match=words):
         add(scheduler_of(), 1, length)
 
 

@@ -38,6 +38,7 @@ Released images are requested again, unless the prefix cache covers their tokens
 import numpy as np
 import numpy.typing as npt
 
+from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.decoder.engine.messages import EngineInfo, ImagesOf
 from services.decoder.engine.schedule.admission import latest
 from services.decoder.engine.schedule.batch import Batch, Chunk
@@ -47,10 +48,6 @@ from services.decoder.engine.schedule.prefills import Prefills
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from services.decoder.engine.schedule.step_budget import StepBudget
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
-
-
-class CannotSchedule(ValueError):
-    """The sequence can never run on this engine; the message says why."""
 
 
 class Scheduler:
@@ -141,16 +138,13 @@ class Scheduler:
         """Queues a new sequence.
 
         Raises:
-            CannotSchedule: the sequence does not fit even alone.
+            InvalidRequest: the prompt is empty, or too long for the model's context.
         """
         num_prompt, message = sequence.num_prompt_tokens, sequence.message
         if num_prompt == 0:
-            raise CannotSchedule("the prompt is empty")
+            raise InvalidRequest("the prompt is empty")
         if num_prompt >= self._max_model_len:
-            raise CannotSchedule(
-                f"the prompt has {num_prompt} tokens; prompt and completion may have "
-                f"{self._max_model_len} together"
-            )
+            raise ContextLengthExceeded.of(num_prompt, self._max_model_len)
         sequence.max_length = min(num_prompt + message.sampling.max_tokens, self._max_model_len)
         sequence.arrival = self._num_arrivals = self._num_arrivals + 1
         sequence.plans_ahead |= self._late_masks
