@@ -171,6 +171,13 @@ site: $(SITE) ## build the documentation into build/site; a broken link is an er
 pictures: system-test $(DEV) ## take the pictures of the chat page in docs/chat-page
 	@$(BIN)/python scripts/page_pictures.py
 
+.PHONY: math-font
+math-font: ## make the font of formulas on the chat page from the Debian package fonts-lmodern
+	@$(PYTHON) -m venv build/font-tool
+	@build/font-tool/bin/python -m pip install --quiet --disable-pip-version-check \
+		fonttools==4.68.0 brotli==1.2.1
+	@build/font-tool/bin/python scripts/math_font.py
+
 # --- the rest ---------------------------------------------------------------------------------
 
 .PHONY: format

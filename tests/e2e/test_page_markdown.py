@@ -1,9 +1,13 @@
 """Markdown, code and formulas on the chat page: elements and text, never HTML of an answer."""
 
+import base64
+import io
 import json
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.e2e.browser import Page
 from tests.e2e.chat_page import ANSWER, LAST, answers, ask, finish
@@ -228,6 +232,61 @@ def test_formulas_are_mathml_and_prices_are_not(page: Page, stack: GatewayStack)
     assert "Bad:" in page.evaluate(ANSWER)
     assert len(loaded()) == 1
     assert all(url.startswith((stack.url, "data:", "blob:")) for url in page.requests)
+
+
+def ink(page: Page, tex: str) -> np.ndarray:
+    """Which pixels a formula blackens, cut to those, as booleans of shape (height, width)."""
+    page.evaluate(
+        f"""import("/static/formulas.js").then(async ({{formula}}) => {{
+          document.getElementById("drawn")?.remove();
+          const box = formula({json.dumps(tex)}, true);
+          box.id = "drawn";
+          Object.assign(box.style, {{position: "fixed", inset: 0, zIndex: 9, padding: "40px",
+            background: "white", color: "black", fontSize: "60px"}});
+          document.body.append(box);
+        }})"""
+    )
+    page.wait_for("document.querySelector('#drawn math')?.getBoundingClientRect().width")
+    page.evaluate("document.fonts.ready.then(() => new Promise(requestAnimationFrame))")
+    shot = base64.b64decode(page.call("Page.captureScreenshot")["data"])
+    page.evaluate("document.getElementById('drawn').remove()")
+    black = np.asarray(Image.open(io.BytesIO(shot)).convert("L")) < 128
+    rows, columns = (np.flatnonzero(black.any(axis=axis)) for axis in (1, 0))
+    return black[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+
+
+def first_glyph(black: np.ndarray) -> np.ndarray:
+    """The columns before the first gap between the glyphs of a line."""
+    gaps = np.flatnonzero(~black.any(axis=0))
+    glyph = black[:, : gaps[0]]
+    rows = np.flatnonzero(glyph.any(axis=1))
+    return glyph[rows[0] : rows[-1] + 1]
+
+
+def test_roots_and_brackets_are_drawn_whatever_fonts_the_machine_has(
+    page: Page, stack: GatewayStack
+) -> None:
+    """A root without its sign reads as a right formula of another value."""
+    letter, root = ink(page, "x"), ink(page, r"\sqrt{x}")
+    assert root.shape[0] > letter.shape[0]
+    assert root.shape[1] > 1.5 * letter.shape[1]
+    bar = root[: root.shape[0] // 6].any(axis=0)
+    assert bar.sum() > letter.shape[1]  # a line over the whole of what is below the sign
+    sign = root[:, : root.shape[1] - bar.sum()]
+    assert sign.sum() > 0.3 * letter.sum()
+
+    fraction = ink(page, r"\frac{a}{\frac{b}{c}}")
+    assert ink(page, r"\sqrt{\frac{a}{\frac{b}{c}}}").shape[0] > fraction.shape[0]
+    small = first_glyph(ink(page, "(x)")).shape[0]
+    for opening, closing in (("(", ")"), ("[", "]"), (r"\{", r"\}"), ("|", "|")):
+        grown = ink(page, rf"\left{opening}\frac{{a}}{{\frac{{b}}{{c}}}}\right{closing}")
+        assert first_glyph(grown).shape[0] > max(0.9 * fraction.shape[0], 1.3 * small)
+    assert [url for url in page.requests if ".woff" in url] == [f"{stack.url}/static/math.woff2"]
+
+
+@pytest.mark.parametrize("tex", [r"\overline{x}", r"\underline{x}", r"\boxed{x}", r"\cancel{x}"])
+def test_lines_beside_a_term_are_drawn(page: Page, tex: str) -> None:
+    assert ink(page, tex).sum() > 1.1 * ink(page, "x").sum()
 
 
 def test_finished_blocks_are_not_drawn_again(page: Page) -> None:

@@ -11,7 +11,7 @@ from starlette.routing import Route
 # Pages load files of this server and nothing else; no script or style stands in a page itself.
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self' data: blob:; media-src data:; connect-src 'self'; base-uri 'none'; "
+    "img-src 'self' data: blob:; media-src data:; font-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
@@ -21,7 +21,12 @@ _HEADERS = {
     "cache-control": "no-cache",
 }
 _PAGES = {"/": "index.html", "/docs": "docs.html"}
-_MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript"}
+_MEDIA_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".woff2": "font/woff2",
+}
 
 
 def page_routes() -> list[Route]:
