@@ -1,9 +1,9 @@
-"""Makes services/gateway/static/math.woff2, the font of formulas on the chat page: `make math-font`.
+"""Makes the font of formulas on the chat page, services/gateway/static/math.woff2: `make math-font`.
 
-The font is a subset of Latin Modern Math, which the Debian package fonts-lmodern contains. It has the
-characters that Temml can write, the mathematical alphabets, and the larger variants of brackets,
-roots and operators that the MATH table names. Without such a font a browser draws no root sign,
-and brackets do not grow.
+The font is a subset of Latin Modern Math, which the Debian package fonts-lmodern contains. It has
+the characters that Temml can write, the mathematical alphabets, and the larger variants of
+brackets, roots and operators that the MATH table names. Without such a font a browser draws no root
+sign, and brackets do not grow.
 """
 
 import re
