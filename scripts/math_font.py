@@ -1,4 +1,4 @@
-"""Makes the font of formulas on the chat page, services/gateway/static/math.woff2: `make math-font`.
+"""Makes services/gateway/static/math.woff2, the font of formulas on the page: `make math-font`.
 
 The font is a subset of Latin Modern Math, which the Debian package fonts-lmodern contains. It has
 the characters that Temml can write, the mathematical alphabets, and the larger variants of
