@@ -262,13 +262,14 @@ class FakeDecoder(_FakeServer):
                 **description,
             }
         )  # fmt: skip
-        self.end_token = 0
+        self.default_end_token = 0
         self.default_reply: list[int] = [40, 41, 42]
         self.encoders: Sequence[FakeEncoder] = ()
         self.reset()
 
     def reset(self) -> None:
         self.reply = list(self.default_reply)
+        self.end_token = self.default_end_token
         self.load: decoder_pb2.LoadResponse | None = decoder_pb2.LoadResponse(num_blocks=1024)
         self.tokens_per_event = 1
         self.delay_s = 0.0

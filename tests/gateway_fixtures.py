@@ -64,7 +64,6 @@ def _pair(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
         loop_thread, tmp_path_factory.mktemp("pair"), num_encoders=2, num_decoders=2,
         request_timeout_s=10,
     )  # fmt: skip
-    stack.gateway.service.encode_timeout_s = 0.5
     yield stack
     stack.close()
 

@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,13 @@ def port_of(server: GatewayServer) -> int:
 
 
 class GatewayStack:
-    """A gateway, its encoders and its decoders."""
+    """A gateway, its encoders and its decoders.
+
+    Args:
+        files: content of files of the model's directory that differ from the tiny model's, by name.
+        memory_bytes: memory of the gateway's pod. Defaults to the machine's.
+        encode_timeout_s: seconds after which a slow encoder is replaced.
+    """
 
     def __init__(
         self,
@@ -68,16 +74,20 @@ class GatewayStack:
         num_decoders: int = 1,
         generation: dict[str, object] | None = None,
         text_only: bool = False,
-        template: Path | None = None,
+        files: Mapping[str, str] | None = None,
         timeouts: ConnectionTimeouts | None = None,
+        memory_bytes: int | None = None,
+        encode_timeout_s: float = PATIENCE_S,
         **settings: object,
     ) -> None:
         self.thread = thread
         self._timeouts = timeouts
+        self._memory_bytes = memory_bytes
+        self._encode_timeout_s = encode_timeout_s
         write = write_text_model_directory if text_only else write_model_directory
         self.model_directory = write(directory / MODEL, **(generation or {}))
-        if template is not None:
-            (self.model_directory / "chat_template.jinja").write_text(template.read_text())
+        for name, content in (files or {}).items():
+            (self.model_directory / name).write_text(content)
         self.tokenizer = ModelTokenizer.from_directory(self.model_directory)
         self.encoders = [FakeEncoder() for _ in range(num_encoders)]
         features = {"num_features": 0} if text_only else {}
@@ -86,7 +96,7 @@ class GatewayStack:
         ]
         for decoder in self.decoders:
             decoder.encoders = self.encoders
-            decoder.end_token = added_ids()["<|im_end|>"]
+            decoder.default_end_token = added_ids()["<|im_end|>"]
             decoder.default_reply = self.tokenizer.encode_text("A red circle.")
             decoder.reset()
         names = {each.name for each in fields(Bounds)}
@@ -116,7 +126,10 @@ class GatewayStack:
             }
         )
         self.bounds = replace(self.settings.bounds, **self._bounds)
-        self.gateway: Gateway = create_gateway(self.settings, self.bounds)
+        self.gateway: Gateway = create_gateway(
+            self.settings, self.bounds, memory_bytes=self._memory_bytes
+        )
+        self.gateway.service.encode_timeout_s = self._encode_timeout_s
         self.server = GatewayServer(self.gateway, self.settings, timeouts=self._timeouts)
         self._serving = asyncio.create_task(self.server.serve())
         async with asyncio.timeout(PATIENCE_S):
@@ -132,7 +145,10 @@ class GatewayStack:
         ) == len(self.decoders)
 
     def reset(self) -> None:
-        """Resets the fakes; restarts stopped ones at their address."""
+        """Resets the fakes and the timeout of encode calls; restarts stopped fakes at their
+        address.
+        """
+        self.gateway.service.encode_timeout_s = self._encode_timeout_s
 
         async def reset() -> None:
             fakes: Sequence[FakeEncoder | FakeDecoder] = (*self.encoders, *self.decoders)

@@ -66,6 +66,29 @@ def tokenizer_json() -> str:
     return json.dumps(definition, ensure_ascii=False)
 
 
+def tokenizer_json_with_bos(name: str) -> str:
+    """A tokenizer.json whose prompts begin with an added token."""
+    token_id = added_ids()[name]
+    definition = json.loads(tokenizer_json())
+    sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    definition["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, sequence],
+        "pair": [sequence, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": [token_id], "tokens": [name]}},
+    }
+    return json.dumps(definition)
+
+
+def tokenizer_json_with_long_token(length: int) -> tuple[str, int]:
+    """A tokenizer.json with one more added token, of `length` bytes, and the token's id."""
+    definition = json.loads(tokenizer_json())
+    last = definition["added_tokens"][-1]
+    token_id = last["id"] + 1  # of a row of the model's head that is unused otherwise
+    definition["added_tokens"].append({**last, "id": token_id, "content": "x" * length})
+    return json.dumps(definition), token_id
+
+
 @cache
 def added_ids() -> dict[str, int]:
     """Added token -> id."""

@@ -20,7 +20,7 @@ from services.common.security.credentials import Credentials
 from services.common.settings import SettingsError
 from services.common.threads import WorkerThreads
 from services.gateway.answers.answer_reader import AnswerReader
-from services.gateway.bounds import Bounds
+from services.gateway.bounds import BodyLimits, Bounds
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import PodDialer, PodTimes
@@ -67,13 +67,17 @@ class Gateway:
 
 
 def create_gateway(
-    settings: GatewaySettings, bounds: Bounds | None = None, pod_times: PodTimes | None = None
+    settings: GatewaySettings,
+    bounds: Bounds | None = None,
+    pod_times: PodTimes | None = None,
+    memory_bytes: int | None = None,
 ) -> Gateway:
     """Builds all parts of the gateway. Nothing is connected before the application starts.
 
     Args:
         bounds: bounds of requests. Defaults to the bounds of the settings.
         pod_times: periods of the look-ups and health checks of pods. Defaults to `PodTimes()`.
+        memory_bytes: memory of the gateway's pod. Defaults to the limit that the kernel names.
 
     Raises:
         ModelSpecError: the model directory cannot be served.
@@ -91,9 +95,10 @@ def create_gateway(
     template = ChatTemplate.from_directory(spec.directory, tokenizer.added)
     metrics = GatewayMetrics()
     leases = _leases(settings, metrics)
-    kept, held_bytes = _kept(settings, max_held_bytes(memory_limit_bytes()))
+    kept, held_bytes = _kept(settings, max_held_bytes(memory_bytes or memory_limit_bytes()))
     max_body_bytes = _max_body_bytes(settings, held_bytes)
-    admission = Admission(bounds.max_concurrent_requests, held_bytes, leases, max_body_bytes)
+    limits = BodyLimits(max_body_bytes, bounds.body_start_s)
+    admission = Admission(bounds.max_concurrent_requests, held_bytes, leases, limits)
     metrics.running.set_function(lambda: admission.num_running)
     encoders, decoders = _pools(settings, spec, metrics, pod_times)
     web = WebMedia(allow_private=settings.allows_private_media)

@@ -7,12 +7,28 @@ from dataclasses import dataclass
 
 # Most bytes of a request's body, unless the gateway's settings give another number.
 MAX_BODY_BYTES = 64 << 20
+# Seconds in which a body has to begin to arrive.
+BODY_START_S = 10.0
 # Memory that a byte of a body may take until its request ends: as received, in the parsed strings,
 # decoded from base64, in the call to an encoder.
 MEMORY_PER_BODY_BYTE = 4
 # Memory that a byte of an image or video takes that is not in the request's body: as received, and
 # in the call to an encoder.
 MEMORY_PER_FETCHED_BYTE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Limits of one request's body.
+
+    Attributes:
+        max_bytes: most bytes of the body.
+        start_s: seconds in which the body has to begin to arrive. Each byte that arrives extends
+            the time.
+    """
+
+    max_bytes: int = MAX_BODY_BYTES
+    start_s: float = BODY_START_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +45,7 @@ class Bounds:
         max_video_frames: most sampled frames of all videos of a request.
         max_video_seconds: longest duration of one file.
         max_concurrent_requests: most requests at a time.
+        body_start_s: seconds in which a body has to begin to arrive. A later body is a 504.
     """
 
     max_images_per_request: int = 32
@@ -39,3 +56,4 @@ class Bounds:
     max_video_frames: int = 768
     max_video_seconds: float = 3600.0
     max_concurrent_requests: int = 1024
+    body_start_s: float = BODY_START_S

@@ -14,18 +14,44 @@ import httpx2
 import pytest
 
 from services.gateway.forms.json_body import MAX_JSON_BYTES
-from services.gateway.http import exchange
 from services.gateway.media.kinds import IMAGE
 from services.gateway.media.web_media import WebMedia
-from services.gateway.request import attempts
 from services.gateway.server import ConnectionTimeouts
 from services.gateway.tenancy.request_memory import MemoryBudget, RequestMemory
 from tests.gateway_fixtures import asking
 from tests.gateway_stack import MODEL, GatewayStack
 from tests.noise import PATIENCE_S, least
 from tests.slots import slot_of
+from tests.tiny_tokenizer import tokenizer_json_with_long_token
 
 HELLO = {"role": "user", "content": "hello"}
+
+
+@pytest.fixture(scope="module")
+def _small_stack(loop_thread, tmp_path_factory):
+    """A gateway whose requests may hold 2 MiB."""
+    stack = GatewayStack(
+        loop_thread, tmp_path_factory.mktemp("small"), memory_bytes=9 << 20, log_level="ERROR"
+    )
+    assert stack.gateway.admission.memory.max_bytes <= 2 << 20
+    yield stack
+    stack.close()
+
+
+@pytest.fixture
+def small_stack(_small_stack):
+    _small_stack.reset()
+    return _small_stack
+
+
+@pytest.fixture(scope="module")
+def impatient_stack(loop_thread, tmp_path_factory):
+    """A gateway at which bodies have to begin soon."""
+    stack = GatewayStack(
+        loop_thread, tmp_path_factory.mktemp("impatient"), body_start_s=0.2, log_level="ERROR"
+    )
+    yield stack
+    stack.close()
 
 
 def post(stack, body: bytes) -> httpx2.Response:
@@ -108,9 +134,9 @@ def test_images_do_not_count_as_json(stack):
         ("responses", {"input": "x", "include": ["message.output_text.logprobs"]}),
     ],
 )
-def test_an_answer_that_is_collected_counts_as_memory(stack, monkeypatch, path, fields):
+def test_an_answer_that_is_collected_counts_as_memory(small_stack, path, fields):
+    stack = small_stack
     stack.decoder.reply = stack.tokenizer.encode_text("hello") * 1000
-    monkeypatch.setattr(stack.gateway.admission.memory, "max_bytes", 2 << 20)
     for max_tokens, status in ((9, 200), (1000, 503)):
         limit = "max_output_tokens" if path == "responses" else "max_tokens"
         with stack.client() as client:
@@ -120,9 +146,9 @@ def test_an_answer_that_is_collected_counts_as_memory(stack, monkeypatch, path, 
     stack.wait(lambda: stack.gateway.admission.held_bytes == 0)
 
 
-def test_a_stream_whose_end_has_the_whole_answer_counts_as_memory(stack, monkeypatch):
+def test_a_stream_whose_end_has_the_whole_answer_counts_as_memory(small_stack):
+    stack = small_stack
     stack.decoder.reply = stack.tokenizer.encode_text("hello") * 1000
-    monkeypatch.setattr(stack.gateway.admission.memory, "max_bytes", 2 << 20)
     body = {"input": "x", "include": ["message.output_text.logprobs"], "stream": True}
     with stack.client() as client:
         for max_tokens, end in ((9, "response.incomplete"), (1000, "response.failed")):
@@ -142,8 +168,8 @@ def test_a_stream_whose_end_has_the_whole_answer_counts_as_memory(stack, monkeyp
         ("chat/completions", {"prompt_logprobs": 5}),
     ],
 )
-def test_logprobs_of_prompts_count_as_memory(stack, monkeypatch, path, fields):
-    monkeypatch.setattr(stack.gateway.admission.memory, "max_bytes", 2 << 20)
+def test_logprobs_of_prompts_count_as_memory(small_stack, path, fields):
+    stack = small_stack
     for length, status in ((9, 200), (2000, 503)):
         prompts = {"prompt": [[5] * length] * 2}
         if path == "chat/completions":
@@ -206,10 +232,9 @@ def test_connections_that_send_nothing_refuse_nobody(stack):
 
 
 @pytest.mark.parametrize("sent", [b"", b"x" * 1000])
-def test_a_body_must_begin_soon_and_arrive_at_some_rate(stack, monkeypatch, sent):
-    monkeypatch.setattr(exchange, "BODY_START_S", 0.2)
+def test_a_body_must_begin_soon_and_arrive_at_some_rate(impatient_stack, sent):
     start = time.monotonic()
-    (connection,) = silent(stack, 1, sent)
+    (connection,) = silent(impatient_stack, 1, sent)
     with connection:
         assert b" 504 " in connection.recv(65536)
     assert time.monotonic() - start < PATIENCE_S / 2
@@ -233,8 +258,7 @@ def unread(stack, **fields):
         yield connection
 
 
-def test_a_client_that_does_not_read_ends_its_request(stack, monkeypatch):
-    monkeypatch.setattr(attempts, "MAX_WAITING_BYTES", 64 << 10)
+def test_a_client_that_does_not_read_ends_its_request(stack):
     stack.decoder.reply = [40] * 100_000
     with unread(stack, stream=True) as connection:
         stack.wait(lambda: len(stack.decoder.cancelled) == 8)
@@ -263,9 +287,10 @@ def test_a_whole_answer_keeps_its_slot_and_its_bytes_until_it_is_read(stack):
     assert len(json.loads(body)["choices"]) == 8
 
 
-def test_a_kept_answer_keeps_its_slot_and_its_bytes_until_it_is_read(stack, monkeypatch):
-    monkeypatch.setattr(stack.gateway.service.tokenizer, "token_bytes", lambda token: b"x" * 10_000)
-    stack.decoder.reply, stack.decoder.tokens_per_event = [40] * 1000, 100
+def test_a_kept_answer_keeps_its_slot_and_its_bytes_until_it_is_read(loop_thread, tmp_path):
+    tokenizer, long = tokenizer_json_with_long_token(10_000)
+    stack = GatewayStack(loop_thread, tmp_path, files={"tokenizer.json": tokenizer})
+    stack.decoder.reply, stack.decoder.tokens_per_event = [long] * 1000, 100
     with stack.client() as client:
         kept = client.post("/v1/responses", json={"model": MODEL, "input": "hello"}).json()["id"]
     admission = stack.gateway.admission
@@ -276,6 +301,7 @@ def test_a_kept_answer_keeps_its_slot_and_its_bytes_until_it_is_read(stack, monk
         assert admission.num_running == 1
         assert admission.held_bytes > 10_000 * 1000
     stack.wait(lambda: not (admission.num_running or admission.held_bytes))
+    stack.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

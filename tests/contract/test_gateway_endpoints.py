@@ -14,6 +14,7 @@ from services.gateway.request.chat import ChatService
 from tests.gateway_fixtures import image_url
 from tests.gateway_stack import MODEL, GatewayStack
 from tests.noise import PATIENCE_S
+from tests.tiny_tokenizer import tokenizer_json_with_long_token
 
 PAGE = "https://page.example"
 
@@ -70,12 +71,12 @@ def test_no_more_tokens_than_the_context_become_text(stack):
     assert response.json()["error"]["param"] == "tokens"
 
 
-def test_a_text_keeps_its_slot_and_its_bytes_until_it_is_read(stack, monkeypatch):
+def test_a_text_keeps_its_slot_and_its_bytes_until_it_is_read(loop_thread, tmp_path):
     """Answers to clients that do not read are bounded as requests are."""
-    # More than sockets and transports buffer.
-    monkeypatch.setattr(stack.gateway.service.tokenizer, "token_bytes", lambda token: b"x" * 10_000)
+    tokenizer, long = tokenizer_json_with_long_token(10_000)  # more than sockets buffer
+    stack = GatewayStack(loop_thread, tmp_path, files={"tokenizer.json": tokenizer})
     context = post(stack, "/tokenize", {"prompt": "x"}).json()["max_model_len"]
-    body = json.dumps({"tokens": [0] * context}).encode()
+    body = json.dumps({"tokens": [long] * context}).encode()
     admission = stack.gateway.admission
     stack.wait(lambda: not admission.held_bytes)  # the request before has ended
     with socket.create_connection(("127.0.0.1", stack.port), timeout=PATIENCE_S) as client:
@@ -85,6 +86,7 @@ def test_a_text_keeps_its_slot_and_its_bytes_until_it_is_read(stack, monkeypatch
         assert admission.num_running == 1
         assert admission.held_bytes > 3 * 10_000 * context
     stack.wait(lambda: not (admission.num_running or admission.held_bytes))
+    stack.close()
 
 
 def test_token_strings_are_the_vocabularys(stack):

@@ -8,10 +8,9 @@ import openai
 import pytest
 
 from services.gateway.forms.text_completions import parse_completion_request
-from services.gateway.tokenizer.tokenizer import ModelTokenizer
-from tests.gateway_stack import MODEL
+from tests.gateway_stack import MODEL, GatewayStack
 from tests.noise import least
-from tests.tiny_tokenizer import added_ids
+from tests.tiny_tokenizer import added_ids, tokenizer_json_with_bos
 
 
 @pytest.fixture
@@ -222,11 +221,17 @@ def test_offsets_are_places_in_the_text(client, stack, stream, as_ids):
         assert offset == len(data.decode(errors="ignore")), token
 
 
-def test_a_bos_before_the_prompt_has_no_place_in_its_text(stack, monkeypatch):
-    encode = ModelTokenizer.encode_text
-    bos = added_ids()["<|im_start|>"]
-    monkeypatch.setattr(ModelTokenizer, "encode_prompt", lambda t, text, _: [bos, *encode(t, text)])
-    choice = post(stack, echo=True, logprobs=0, max_tokens=1, prompt="abc").json()["choices"][0]
+@pytest.fixture(scope="module")
+def bos_stack(loop_thread, tmp_path_factory):
+    """A gateway whose tokenizer puts a token before each prompt."""
+    files = {"tokenizer.json": tokenizer_json_with_bos("<|im_start|>")}
+    stack = GatewayStack(loop_thread, tmp_path_factory.mktemp("bos"), files=files)
+    yield stack
+    stack.close()
+
+
+def test_a_bos_before_the_prompt_has_no_place_in_its_text(bos_stack):
+    choice = post(bos_stack, echo=True, logprobs=0, max_tokens=1, prompt="abc").json()["choices"][0]
     logprobs = choice["logprobs"]
     places = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
     assert [*places] == [("<|im_start|>", 0), ("a", 0), ("b", 1), ("c", 2), ("A", 3)]
@@ -362,25 +367,23 @@ def test_the_echo_of_a_prompt_that_is_cut_is_what_is_left(stack, prompt):
 
 @pytest.mark.parametrize(("side", "kept"), [("left", "cdef"), ("right", "abc")])
 def test_the_echo_of_a_prompt_that_is_cut_has_no_bos_that_was_put_before_it(
-    stack, monkeypatch, side, kept
+    stack, bos_stack, side, kept
 ):
-    encode, bos = ModelTokenizer.encode_text, added_ids()["<|im_start|>"]
-    monkeypatch.setattr(ModelTokenizer, "encode_prompt", lambda t, text, _: [bos, *encode(t, text)])
     fields = {"truncate_prompt_tokens": 4, "truncation_side": side, "echo": True, "logprobs": 0}
-    choice = post(stack, prompt="abcdef", max_tokens=1, **fields).json()["choices"][0]
+    choice = post(bos_stack, prompt="abcdef", max_tokens=1, **fields).json()["choices"][0]
     assert choice["text"] == kept + "A"
     places = [*range(4)] if side == "left" else [0, *range(3)]
     assert choice["logprobs"]["text_offset"] == [*places, len(kept)]
-    monkeypatch.undo()  # one that the client wrote stays
+    # A token that the client wrote stays.
     choice = post(stack, prompt="<|im_start|>abcdef", max_tokens=1, **fields).json()["choices"][0]
     assert choice["text"] == ("cdef" if side == "left" else "<|im_start|>abc") + "A"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_token_is_no_token_of_the_usage(stack, stream, monkeypatch):
+def test_no_token_is_no_token_of_the_usage(stack, stream):
     first = stack.tokenizer.encode_text("A red circle.")[0]
     fields = {"max_tokens": 0, "echo": True, "stop_token_ids": [first], "stream": stream}
-    monkeypatch.setattr(stack.decoder, "end_token", first)
+    stack.decoder.end_token = first
     more = {"stream_options": {"include_usage": True}} if stream else {}
     response = post(stack, **fields, **more)
     events = response.text.splitlines() if stream else [f"data: {response.text}"]

@@ -465,7 +465,7 @@ def test_a_file_that_an_encoder_has_forgotten_is_sent_again(stack):
 
 
 @pytest.mark.parametrize(("num_late", "status"), [(1, 200), (2, 503)])
-def test_a_file_goes_to_another_encoder_if_one_is_late(pair, monkeypatch, num_late, status):
+def test_a_file_goes_to_another_encoder_if_one_is_late(pair, num_late, status):
     """As an image does whose encoder does not answer in time."""
     late = []
 
@@ -474,7 +474,7 @@ def test_a_file_goes_to_another_encoder_if_one_is_late(pair, monkeypatch, num_la
             late.append(1)
             await asyncio.sleep(60)
 
-    monkeypatch.setattr(pair.gateway.service, "encode_timeout_s", 0.5)
+    pair.gateway.service.encode_timeout_s = 0.5
     for encoder in pair.encoders:
         encoder.before_probe = hang
     answer = pair.chat(messages=asking(video(clip(num_frames=75))))

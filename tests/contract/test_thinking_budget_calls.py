@@ -46,7 +46,7 @@ def form(request, loop_thread, tmp_path_factory):
     template, opener, call = FORMS[request.param]
     stack = GatewayStack(
         loop_thread, tmp_path_factory.mktemp("calls"), text_only=True, num_encoders=0,
-        num_decoders=2, template=template, log_level="ERROR",
+        num_decoders=2, files={"chat_template.jinja": template.read_text()}, log_level="ERROR",
     )  # fmt: skip
     yield stack, opener, call
     stack.close()

@@ -56,7 +56,7 @@ async def admit(
     """
     with admission.request_memory() as memory:
         async with admission.until_ended():
-            body = await read_body(scope, receive, memory, admission.max_body_bytes, types)
+            body = await read_body(scope, receive, memory, admission.body_limits, types)
         try:
             async with admission.slot(memory) as slot:
                 yield slot, body

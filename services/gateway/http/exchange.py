@@ -24,7 +24,7 @@ from services.common.errors import (
     Unauthorized,
     UnsupportedMediaType,
 )
-from services.gateway.bounds import MEMORY_PER_BODY_BYTE
+from services.gateway.bounds import MEMORY_PER_BODY_BYTE, BodyLimits
 from services.gateway.forms.error_answers import (
     error_body,
     error_of,
@@ -35,9 +35,9 @@ from services.gateway.tenancy.request_memory import RequestMemory
 
 log = logging.getLogger(__name__)
 
-# A body has to begin to arrive in the first number of seconds. Each byte that arrives extends the
-# time, up to the second number or one second for each MiB of the largest body, whichever is more.
-BODY_START_S, BODY_TIMEOUT_S = 10.0, 60.0
+# A body has to begin to arrive in `BodyLimits.start_s`. Each byte that arrives extends the time, up
+# to this number of seconds or one second for each MiB of the largest body, whichever is more.
+BODY_TIMEOUT_S = 60.0
 _MIN_BODY_RATE = 16 << 10  # bytes a second
 _LONG_BODY_BYTES = 256 << 10
 _PIECE_BYTES = 64 << 10  # of a long answer
@@ -149,7 +149,7 @@ async def read_body(
     scope: Scope,
     receive: Receive,
     memory: RequestMemory,
-    max_bytes: int,
+    limits: BodyLimits,
     types: Sequence[str] = JSON_TYPES,
 ) -> bytes | bytearray:
     """Reads the whole body of a request.
@@ -163,7 +163,7 @@ async def read_body(
         scope: ASGI scope of the request.
         receive: ASGI channel from which the body is read.
         memory: memory of the request, in which bytes are reserved while the body arrives.
-        max_bytes: size limit of the body, in bytes.
+        limits: limits of the body's size and of its time.
         types: prefixes of the content types that are accepted.
 
     Raises:
@@ -178,13 +178,13 @@ async def read_body(
         raise _unsupported(types)
     needs_type = b"origin" in headers and b"content-type" not in headers
     declared = headers.get(b"content-length", b"0")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
-    body = bytearray()
+    if declared.isdigit() and int(declared) > limits.max_bytes:
+        raise _too_large(limits.max_bytes)
+    body, max_bytes = bytearray(), limits.max_bytes
     timeout_s = max(BODY_TIMEOUT_S, max_bytes / (1 << 20))
     start = asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout(BODY_START_S) as deadline:
+        async with asyncio.timeout(limits.start_s) as deadline:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -198,7 +198,7 @@ async def read_body(
                 body += chunk
                 if not message.get("more_body", False):
                     return body if len(body) > _LONG_BODY_BYTES else bytes(body)
-                time_s = min(BODY_START_S + len(body) / _MIN_BODY_RATE, timeout_s)
+                time_s = min(limits.start_s + len(body) / _MIN_BODY_RATE, timeout_s)
                 deadline.reschedule(start + time_s)
     except BaseException as error:
         body.clear()  # the error's traceback may keep this frame alive for long

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from services.common.errors import Overloaded, Unavailable
 from services.common.tenancy.tenant_capacity import TenantCapacity
-from services.gateway.bounds import MAX_BODY_BYTES, MEMORY_PER_BODY_BYTE
+from services.gateway.bounds import MEMORY_PER_BODY_BYTE, BodyLimits
 from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.request_memory import MemoryBudget, RequestMemory
 from services.gateway.tenancy.slot import Slot
@@ -54,7 +54,7 @@ class Admission:
 
     Attributes:
         memory: memory for all requests.
-        max_body_bytes: size of the largest body that is accepted, in bytes.
+        body_limits: limits of each request's body.
         draining: true if the gateway is about to end and clients should use another gateway.
     """
 
@@ -63,10 +63,10 @@ class Admission:
         max_requests: int,
         max_held_bytes: int = MAX_HELD_BYTES,
         leases: Leases | None = None,
-        max_body_bytes: int = MAX_BODY_BYTES,
+        body_limits: BodyLimits | None = None,
     ) -> None:
         self.memory = MemoryBudget(max_held_bytes)
-        self.max_body_bytes = max_body_bytes
+        self.body_limits = body_limits or BodyLimits()
         self._leases = leases or Leases()
         self._running = TenantCapacity(max_requests)
         self._idle = asyncio.Event()

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.common.errors import Overloaded, PayloadTooLarge
-from services.gateway.bounds import MEMORY_PER_BODY_BYTE
+from services.gateway.bounds import MEMORY_PER_BODY_BYTE, BodyLimits
 from services.gateway.endpoints.endpoint import admit
 from services.gateway.tenancy.admission import _CONNECTION_BYTES, Admission, largest_body
 from tests.gateway_fixtures import asking, image_url
@@ -110,7 +110,7 @@ def test_the_largest_body_is_held_and_no_larger_one(max_held_bytes):
 
 
 async def test_a_body_that_no_memory_can_hold_is_too_large_and_not_a_matter_of_time():
-    admission = Admission(1, max_body_bytes=largest_body(1 << 20))
+    admission = Admission(1, body_limits=BodyLimits(largest_body(1 << 20)))
     pieces = [b" " * (1 << 17)] * 8
 
     async def receive():

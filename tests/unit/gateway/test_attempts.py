@@ -71,6 +71,8 @@ def test_broken_encoder_costs_a_retry(pair, failure):
     for decoder in pair.decoders:
         decoder.before = once(lambda: second.requests)
     first.before = forever if failure is None else raising(failure)
+    if failure is None:
+        pair.gateway.service.encode_timeout_s = 0.5
     retries = pair.metric("gateway_retries_total", service="encoder")
     assert answer(pair.chat(messages=asking(url))) == "A red circle."
     assert len(second.requests) == 1
@@ -115,8 +117,7 @@ def test_an_image_that_was_in_work_when_two_engines_ended_is_refused(pair):
     answer(pair.chat(messages=asking(new_image())))
 
 
-def test_images_of_an_encoder_that_an_operator_kills_are_encoded_elsewhere(pair, monkeypatch):
-    monkeypatch.setattr(pair.gateway.service, "encode_timeout_s", PATIENCE_S)
+def test_images_of_an_encoder_that_an_operator_kills_are_encoded_elsewhere(pair):
     released, lost = threading.Event(), set()
     killed, other = pair.encoders
     for encoder in pair.encoders:
