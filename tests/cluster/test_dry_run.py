@@ -43,7 +43,7 @@ def kinds() -> set[str]:
     assert found.returncode == 0, found.stderr
     namespace = kubectl("get", "namespace", "triptych")
     if namespace.returncode:
-        pytest.skip("the cluster has no namespace triptych: apply deploy/k8s/base/namespace.yaml")
+        pytest.skip("the cluster has no namespace triptych: deploy/k8s/namespace/namespace.yaml")
     return {line.split()[-1] for line in found.stdout.splitlines()}
 
 

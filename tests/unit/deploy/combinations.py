@@ -57,6 +57,8 @@ COMBINATIONS = {
     "user-namespaces": ("gpu", "user-namespaces"),
     "redis-tls": ("gpu", "redis-tls", "mtls/cert-manager", "redis-tls/cert-manager"),
     "redis-tls-cell": ("gpu", "cell", "redis-tls/cell"),
+    "single": ("single", "monitoring", "http-route", "openshift-dns"),
+    "single-ingress": ("single", "ingress", "user-namespaces", "priority"),
     "everything": (
         "gpu", "dra", "model-image", "autoscaling", "disruption", "no-spare-gpu", "priority",
         "monitoring", "http-route", "ingress", "mtls",

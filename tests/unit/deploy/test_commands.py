@@ -1,4 +1,4 @@
-"""The ten commands of examples/README.md, run as they stand there, in order.
+"""The commands of examples/README.md, run as they stand there, in order.
 
 kubectl is the real one, against `ApiServer`; so are secrets.sh, `triptych key` and sed. Images are
 not built (`docker` is checked and recorded), and nothing is forwarded or asked.
@@ -22,7 +22,8 @@ import pytest
 
 from tests.unit.deploy.api_server import ApiServer
 from tests.unit.deploy.combinations import K8S
-from tests.unit.deploy.test_examples import COMMANDS, NAMES
+from tests.unit.deploy.kustomize import Resource, by_kubectl
+from tests.unit.deploy.test_examples import NAMES, SINGLE, commands_of
 
 ROOT = K8S.parents[1]
 KUBECTL = shutil.which("kubectl")
@@ -35,12 +36,14 @@ class Run:
     """What the commands have done.
 
     Attributes:
+        example: name of the example.
         said: the output of each command, by number.
         seconds: what each took, likewise.
         docker: the arguments of each call.
         asked: the arguments of `triptych ask`.
     """
 
+    example: str
     server: ApiServer
     directory: Path
     environment: dict[str, str]
@@ -49,10 +52,15 @@ class Run:
     docker: list[list[str]]
     asked: list[str]
 
+    @property
+    def rendered(self) -> list[Resource]:
+        """What kubectl renders of the example, the registry replaced."""
+        return by_kubectl(self.directory / "deploy" / "k8s" / "examples" / self.example)
+
 
 def commands(example: str) -> list[tuple[int, str]]:
     """Number and text of each."""
-    text = COMMANDS.replace("examples/qwen3-vl-2b-gpu", f"examples/{example}")
+    text = re.sub(r"examples/qwen3-vl-2b-(gpu|single)", f"examples/{example}", commands_of(example))
     if example == "qwen3-8b-gpu":  # as the README says of it
         text = text.replace("secrets.sh redis token", "secrets.sh token")
         text = "\n".join(line for line in text.split("\n") if "encoder:0.1.0-gpu --" not in line)
@@ -95,7 +103,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     }
     script = "set -eu\n" + "".join(
         f"printf '{MARK}{number} %s\\n' $(date +%s.%N)\n{body}\n"
-        for number, body in [*commands(request.param), (11, "")]
+        for number, body in [*commands(request.param), (0, "")]
     )
     server = ApiServer()
     with server.running(directory / "kubeconfig"):
@@ -108,7 +116,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         starts = list(map(float, parts[1::3]))
         calls = [line.split("\037")[:-1] for line in (directory / "log").read_text().splitlines()]
         yield Run(
-            server, work, environment,
+            request.param, server, work, environment,
             said={int(number): text for number, text in zip(parts[::3], parts[2::3], strict=True)},
             seconds={n: b - a for n, (a, b) in enumerate(pairwise(starts), 1)},
             docker=[call[1:] for call in calls if call[0].endswith("docker")],
@@ -118,14 +126,21 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_each_command_says_what_it_did(run: Run) -> None:
     print({number: round(seconds, 2) for number, seconds in run.seconds.items()})
-    assert list(run.said) == list(range(1, 12))
-    assert run.said[4] == "namespace/triptych serverside-applied\n"
-    assert "secret/triptych-token created" in run.said[5]
-    assert "secret/triptych-gateway created" in run.said[6]
-    applied = run.said[7].splitlines()
-    assert len(applied) > 15 and all(line.endswith(" serverside-applied") for line in applied)
-    assert run.said[8] == "job.batch/model-download condition met\n"
-    rolled_out = re.findall(r'deployment "(\w+)" successfully rolled out', run.said[9])
+    single = run.example in SINGLE
+    assert list(run.said) == [*range(1, 7 if single else 11), 0]
+    # Numbers of the commands: namespace, key, everything.
+    namespace, key, everything = (3, 4, 5) if single else (4, 6, 7)
+    assert run.said[namespace] == "namespace/triptych serverside-applied\n"
+    assert "secret/triptych-gateway created" in run.said[key]
+    applied = [line for line in run.said[everything].splitlines() if "serverside" in line]
+    assert len(applied) == len({(r["kind"], r["metadata"]["name"]) for r in run.rendered})
+    assert len(applied) > (7 if single else 15)
+    if not single:
+        assert "secret/triptych-token created" in run.said[5]
+        assert run.said[8] == "job.batch/model-download condition met\n"
+    rolled_out = re.findall(
+        r'deployment "(\w+)" successfully rolled out', run.said[5 if single else 9]
+    )
     deployments = {name for kind, name in run.server.objects if kind == "Deployment"}
     assert set(rolled_out) == deployments - {"redis"}
 
@@ -154,11 +169,12 @@ def test_the_key_that_asks_is_the_one_that_gateways_know(run: Run) -> None:
 
 
 def test_secrets_are_not_made_twice(run: Run) -> None:
-    body = dict(commands(NAMES[0]))[5] + "\n"
-    before = run.server.objects["Secret", "triptych-token"]
+    name = "triptych-gateway" if run.example in SINGLE else "triptych-token"
+    body = dict(commands(run.example))[4 if run.example in SINGLE else 5] + "\n"
+    before = run.server.objects["Secret", name]
     again = subprocess.run(
         ["bash", "-c", body], cwd=run.directory, env=run.environment, capture_output=True,
         text=True, check=False,
     )  # fmt: skip
     assert again.returncode and "already exists" in again.stderr
-    assert run.server.objects["Secret", "triptych-token"] is before
+    assert run.server.objects["Secret", name] is before

@@ -156,13 +156,19 @@ def test_the_dashboards_panels_do_not_overlap() -> None:
 def test_every_pod_with_metrics_is_scraped() -> None:
     (monitor,) = load(COMPONENTS / "monitoring" / "pod-monitor.yaml")
     (expression,) = monitor["spec"]["selector"]["matchExpressions"]
-    assert set(expression["values"]) == {"gateway", "encoder", "decoder"}
+    paths = (
+        "base/gateway.yaml", "base/decoder.yaml", "vision/encoder.yaml",
+        "overlays/single/triptych.yaml",
+    )  # fmt: skip
     ports = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
     assert ports == {"metrics", "encoder-metrics"}
-    for path in ("base/gateway.yaml", "base/decoder.yaml", "vision/encoder.yaml"):
+    names = set[str]()
+    for path in paths:
         (deployment,) = (d for d in load(ROOT / "deploy/k8s" / path) if d["kind"] == "Deployment")
+        names.add(deployment["metadata"]["name"])
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         assert "metrics" in {port["name"] for port in container["ports"]}
+    assert set(expression["values"]) == names
 
 
 def test_prefix_names_are_ours_alone() -> None:
