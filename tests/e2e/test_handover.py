@@ -58,5 +58,5 @@ def test_a_decoder_that_goes_or_hangs_hands_its_answers_over(
         assert not (difference := answer.differs_from(undisturbed[seed])), difference
     assert any(answer.handover_ms is not None for answer in answers.values())
     if how == "SIGTERM":  # offered while the decoder was still there
-        assert "the decoder is about to go" in cluster.gateway.log.read_text()
+        assert "the decoder drains" in cluster.gateway.log.read_text()
     assert cluster.gateway.metric("gateway_handovers_total") > 0

@@ -24,7 +24,7 @@ from tests.stubs import EncoderStub
 from triptych.plan import GRPC_SERVICES
 from triptych.probes import grpc_ready
 
-pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 async def _status(address: str, shown: Credentials = NO_CREDENTIALS) -> grpc.StatusCode:
