@@ -43,6 +43,7 @@ from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.redis_entry_store import RedisEntryStore
 from services.gateway.request.chat import ChatService
+from services.gateway.request.drafts import DraftReader
 from services.gateway.request.sampling import SamplingReader, model_defaults
 from services.gateway.settings import GatewaySettings
 from services.gateway.tenancy.admission import Admission, largest_body, max_held_bytes
@@ -113,11 +114,13 @@ def create_gateway(
         if spec.vision.video is not None:
             videos = VideoReader(loader, spec.vision.video, bounds, encoders)
     parsers = WorkerThreads(1, "parse")
+    prompts = PromptBuilder(spec, tokenizer, template)
+    conversations = ConversationReader(spec, tokenizer, template, bounds)
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
-        conversations=ConversationReader(spec, tokenizer, template, bounds),
-        prompts=PromptBuilder(spec, tokenizer, template),
+        drafts=DraftReader(conversations, prompts, tokenizer),
+        prompts=prompts,
         answers=AnswerReader(spec, tokenizer, template.source, parsers),
         images=images,
         videos=videos,

@@ -1,7 +1,8 @@
 """POST /v1/chat/completions: the handler of chat requests, which answers in OpenAI's form.
 
-`endpoint.GenerationEndpoint` calls the handler after it has admitted a request, and turns a
-`TriptychError` of the handler into an HTTP error or an error event.
+`endpoint.GenerationEndpoint` calls the handler once the request has an admission slot. If the
+handler raises a `TriptychError`, `GenerationEndpoint` answers with an HTTP error, or, if the stream
+has begun, ends the stream with an error event.
 """
 
 from contextlib import aclosing
@@ -41,52 +42,56 @@ async def chat_completions(context: RequestContext, body: Body) -> None:
 async def _stream(context: RequestContext, completion: Completion) -> None:
     """Sends the answer's chunks while the decoder generates its tokens.
 
-    The first chunks, which only name the role, are held until the first batch of updates. An error
-    before that batch can therefore still be answered with an HTTP status.
+    The first chunk of a choice names only the role (`assistant`). It waits for the first batch of
+    updates, which have the answer's text, and is sent with them. If an error comes before that
+    batch, nothing has been sent, so the client gets an HTTP error instead of an error event.
     """
     service, exchange, request = context.service, context.exchange, completion.chat
-    # `include_usage` adds the usage at the end of the stream, `continuous` also to each chunk.
-    include_usage, continuous = request.stream_usage
+    # With `include_usage`, the numbers of tokens are in the last chunk; with `usage_in_chunks`,
+    # each chunk has the numbers so far.
+    include_usage, usage_in_chunks = request.stream_usage
     writer = ChunkWriter(f"chatcmpl-{context.answer_id}", now(), service.model_name, include_usage)
-    usage = completion.usage() if continuous else None
+    usage = completion.usage() if usage_in_chunks else None
     prompt_ids = completion.prompt_token_ids() if request.return_token_ids else None
-    pieces: list[bytes] = []
+    chunks: list[bytes] = []
     for choice in range(len(completion.choices)):
         # All choices have the same prompt, so only the chunk of choice 0 carries the prompt's ids.
-        pieces.append(writer.role(choice, usage, None if choice else prompt_ids))
-        # With `echo`, the answer begins with the text of the last message, an assistant's.
+        chunks.append(writer.role(choice, usage, None if choice else prompt_ids))
+        # With `echo`, the last message of the request is an assistant's, which the model continues.
+        # The answer begins with the text of that message.
         if echoed := request.echoed:
-            pieces.append(writer.update(Update(choice, [Text(echoed)], None, None), usage))
+            chunks.append(writer.update(Update(choice, [Text(echoed)], None, None), usage))
     async with aclosing(service.answer(completion)) as answer:
         async for updates in answer:
-            usage = completion.usage() if continuous else None
-            pieces += [writer.update(update, usage) for update in updates]
-            if data := b"".join(pieces):
+            usage = completion.usage() if usage_in_chunks else None
+            chunks += [writer.update(update, usage) for update in updates]
+            if data := b"".join(chunks):
                 await exchange.write(data)
-            pieces.clear()
+            chunks.clear()
     times = _stage_times(completion)
     if include_usage or times:
         usage = completion.usage() if include_usage else None
-        pieces.append(writer.closing({"usage": usage, **times}))
-    await exchange.write(b"".join((*pieces, DONE)), last=True)
+        chunks.append(writer.closing({"usage": usage, **times}))
+    await exchange.write(b"".join((*chunks, DONE)), last=True)
 
 
 async def _write_whole(context: RequestContext, completion: Completion) -> None:
     """Runs the completion to its end and sends the answer as one JSON object."""
     service, request = context.service, completion.chat
-    updates_of = await context.collect(completion)
+    updates_by_choice = await context.collect(completion)
     response = ChatCompletion(
         id=f"chatcmpl-{context.answer_id}",
         created=now(),
         model=service.model_name,
         choices=[
-            _response_choice(index, updates, request) for index, updates in enumerate(updates_of)
+            _response_choice(index, updates, request)
+            for index, updates in enumerate(updates_by_choice)
         ],
         usage=completion.usage(),
     )
     if request.prompt_logprobs is not None:
-        # The logprobs become many Python objects, so they are counted before they are built. If
-        # they do not fit in the gateway's memory, the request is refused here.
+        # The prompt's logprobs become many Python objects. Their bytes are counted before the
+        # objects are made: if the gateway has too little memory left, `add` refuses the request.
         context.slot.memory.add(completion.prompt_scores.num_bytes)
         response.prompt_logprobs = completion.prompt_scores.by_id(
             completion.prompt_token_ids(), service.tokenizer
@@ -114,7 +119,7 @@ def _stage_times(completion: Completion) -> dict[str, object]:
 
 
 def _response_choice(index: int, updates: list[Update], request: ChatRequest) -> ResponseChoice:
-    """Returns a whole choice, made of all its updates."""
+    """Returns one choice of the response, made of all updates of the choice."""
     entries: list[LogprobEntry] = [e for update in updates for e in update.logprobs or ()]
     parts = [part for update in updates for part in update.parts]
     if request.echoed:
@@ -122,7 +127,8 @@ def _response_choice(index: int, updates: list[Update], request: ChatRequest) ->
     choice = ResponseChoice(
         index,
         assistant_message(parts),
-        # `answer` has checked that each choice has a finish reason; "stop" satisfies the type.
+        # `ChatService.answer` has made sure that there is a finish reason: `or "stop"` is there for
+        # the type checker alone.
         updates[-1].finish_reason or "stop",
         Logprobs(entries) if request.logprobs else None,
         updates[-1].stop_reason,

@@ -30,8 +30,9 @@ from services.gateway.forms.text_completions import (
 )
 from services.gateway.gather import gather
 from services.gateway.prompts.prompt import Draft
-from services.gateway.request.chat import MAX_TRUNCATED, ChatService
+from services.gateway.request.chat import ChatService
 from services.gateway.request.completion import Completion
+from services.gateway.request.drafts import MAX_CONTEXTS_TO_CUT
 from services.gateway.request.sampling import check_room
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
@@ -79,15 +80,15 @@ async def _draft(
     decoder = service.decoder(request.model)
     is_cut = request.truncate_prompt_tokens is not None
     if isinstance(prompt, str):
-        max_tokens = decoder.max_model_len * (MAX_TRUNCATED if is_cut else 1)
+        max_tokens = decoder.max_model_len * (MAX_CONTEXTS_TO_CUT if is_cut else 1)
         service.tokenizer.check_length(prompt, max_tokens, param)
         is_special = request.add_special_tokens is not False
-        ids = await service.encode(prompt, add_special_tokens=is_special)
+        ids = await service.drafts.encode(prompt, add_special_tokens=is_special)
     else:
         ids = prompt
         if not is_cut:
             check_room(len(ids), decoder.max_model_len, param)
-        await service.check_ids(param, ids, decoder.vocab_size)
+        await service.drafts.check_ids(param, ids, decoder.vocab_size)
     if not ids:
         raise InvalidRequest("the prompt is empty", param=param)
     if service.prompts.has_placeholder(ids):

@@ -92,7 +92,7 @@ async def prompt_ids(
         TriptychError: the messages do not fit the template or the context, or an image or a
             video is unreadable.
     """
-    draft = await service.draft(request, service.decoder(request.model).max_model_len)
+    draft = await service.drafts.read(request, service.decoder(request.model).max_model_len)
     images, videos = await service.read_media(draft, slot)
     prompt = service.prompts.expand(draft, [image.units for image in images], videos)
     return prompt.token_ids.tolist(), [video.usage for video in videos]
@@ -109,7 +109,7 @@ async def tokenize(service: ChatService, request: Request, slot: Slot, body: Bod
     if (text := parsed.prompt) is not None:
         max_model_len = service.decoder(parsed.model).max_model_len
         service.tokenizer.check_length(text, max_model_len, "prompt")
-        tokens = await service.encode(text, add_special_tokens=parsed.add_special_tokens)
+        tokens = await service.drafts.encode(text, add_special_tokens=parsed.add_special_tokens)
     elif parsed.add_special_tokens and service.tokenizer.encode_prompt("", True):
         raise InvalidRequest("chat templates add them", param="add_special_tokens")
     else:

@@ -25,29 +25,32 @@ async def draft_with_room(service: ChatService, request: ChatRequest) -> Draft:
     max_tokens = service.decoder(request.model).max_model_len
     room = min(service.sampling.max_completion_tokens(request), max_tokens // 4)
     with suppress(ContextLengthExceeded):
-        whole = await service.draft(request, max_tokens)
+        whole = await service.drafts.read(request, max_tokens)
         if len(whole.token_ids) < max_tokens:
             return whole
     turns = _oldest_turns(request.messages)
-    last = await service.draft(request, max_tokens, turns[-1] if turns else range(0))
+    last = await service.drafts.read(request, max_tokens, turns[-1] if turns else range(0))
     if not turns or len(last.token_ids) + room > max_tokens:
         return last
     # Tools take as many tokens beside few messages as beside many, and long to render.
     light = structs.replace(request, tools=[_TOOL]) if request.tools else request
-    lightest = await service.draft(light, max_tokens, turns[-1])
+    lightest = await service.drafts.read(light, max_tokens, turns[-1])
     room += len(last.token_ids) - len(lightest.token_ids)
     low, high = 0, len(turns) - 1
     while low < high:  # fewer messages never have more tokens
         middle = (low + high) // 2
         try:
-            num_tokens = len((await service.draft(light, max_tokens, turns[middle])).token_ids)
+            draft = await service.drafts.read(light, max_tokens, turns[middle])
+            num_tokens = len(draft.token_ids)
         except ContextLengthExceeded:
             num_tokens = max_tokens
         if num_tokens + room <= max_tokens:
             high = middle
         else:
             low = middle + 1
-    return last if high == len(turns) - 1 else await service.draft(request, max_tokens, turns[high])
+    if high == len(turns) - 1:
+        return last
+    return await service.drafts.read(request, max_tokens, turns[high])
 
 
 def _oldest_turns(messages: Sequence[Message]) -> list[range]:

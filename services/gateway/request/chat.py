@@ -1,21 +1,16 @@
-"""The service behind all endpoints that generate text: it turns requests into updates of answers.
+"""The service behind all endpoints that generate text: it turns a request into an answer.
 
-`ChatService.prepare` does everything that can refuse a request: limits, images, prompt, sampling.
-`ChatService.answer` then runs the request on an encoder and a decoder, and yields text as it
-arrives. The classes of `endpoints/` call both methods and speak HTTP to the client. Errors are
-`TriptychError`s. Work on long text runs in threads, so that the event loop stays free.
+`ChatService.prepare` checks the request, loads its images and makes its prompt. If the gateway has
+to refuse the request, `prepare` raises the error. `ChatService.answer` then runs the request on an
+encoder and a decoder, and yields `Update`s: new text, tokens or tool calls of one choice. The
+handlers in `endpoints/` call both methods and speak HTTP. Both methods raise `TriptychError`s.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
-from services.common.errors import (
-    InternalError,
-    InvalidRequest,
-    ModelNotFound,
-    Unavailable,
-)
+from services.common.errors import InternalError, ModelNotFound, Unavailable
 from services.common.pb import decoder_pb2 as pb
 from services.common.threads import WorkerThreads
 from services.gateway.answers.answer_reader import AnswerReader
@@ -28,45 +23,41 @@ from services.gateway.forms.responses import Update
 from services.gateway.media.images import Image, ImageReader
 from services.gateway.media.videos import Video, VideoReader
 from services.gateway.metrics import GatewayMetrics, Timings
-from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import Draft, PromptBuilder
 from services.gateway.request.attempts import Attempts
 from services.gateway.request.bounded_thinking import BoundedThinking
 from services.gateway.request.completion import Completion
-from services.gateway.request.sampling import SamplingReader, check_ids
+from services.gateway.request.drafts import DraftReader
+from services.gateway.request.sampling import SamplingReader
 from services.gateway.tenancy.slot import Slot
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
-
-# Text up to this many characters is tokenized in the event loop, longer text in a thread. The same
-# number of token ids is checked in the event loop.
-_INLINE_TOKENIZE_CHARS = 8192
-_TEXT_THREADS = 4
-# A prompt that is longer than the context may be cut by `truncate_prompt_tokens`. A prompt longer
-# than this multiple of the context is refused, because tokenizing it would take too long.
-MAX_TRUNCATED = 8
 
 
 @dataclass(slots=True)
 class ChatService:
-    """All parts that serve a chat request. `create_gateway` makes the only instance.
+    """The parts of the gateway that serve a request. `create_gateway` makes the only instance.
 
     Attributes:
-        model_name: name of the served model, which requests may give.
-        answers: reader of the format that a request's answers have.
-        images: reader of a request's images. None if the model takes only text; there are no
-            encoders then.
+        model_name: name of the served model.
+        drafts: maker of a draft, which is the tokenized prompt before its images are loaded.
+        prompts: maker of the prompt from its draft and its images.
+        answers: reader of the answer's format: whether the answer begins with reasoning, which tool
+            calls it may contain, and the grammar that it has to follow.
+        images: reader of a request's images. None if the model takes only text, in which case there
+            are no encoders.
         videos: reader of a request's videos. None if the model takes no videos.
         sampling: reader of a request's sampling parameters.
-        parsers: thread pool of one thread, which parses long bodies.
+        encoders: clients of the encoder pods.
+        decoders: clients of the decoder pods.
+        parsers: a single thread, which parses long request bodies.
         request_timeout_s: time in seconds that a request may take from its arrival.
         encode_timeout_s: timeout in seconds of one encode call. A slower encoder is replaced.
         ignores_unknown_fields: True if unknown fields of bodies are ignored instead of refused.
-        threads: threads that render and tokenize long text.
     """
 
     model_name: str
     tokenizer: ModelTokenizer
-    conversations: ConversationReader
+    drafts: DraftReader
     prompts: PromptBuilder
     answers: AnswerReader
     images: ImageReader | None
@@ -79,7 +70,6 @@ class ChatService:
     request_timeout_s: float
     encode_timeout_s: float = 60.0
     ignores_unknown_fields: bool = False
-    threads: WorkerThreads = field(default_factory=lambda: WorkerThreads(_TEXT_THREADS, "text"))
 
     async def prepare(
         self,
@@ -89,28 +79,33 @@ class ChatService:
         slot: Slot,
         draft: Draft | None = None,
     ) -> Completion:
-        """Makes a request ready for the services, without calling a decoder.
+        """Checks a request, loads its images and makes its prompt. No decoder is called.
 
         Args:
-            request: request whose fields have been checked one by one.
+            request: parsed request. The parser has checked each field alone; contradictions between
+                fields are found here.
             request_id: id of the request in logs and traces.
-            timings: times of the request's stages, which are recorded here.
-            slot: admission slot of the request. The slot counts the memory of images, and what the
-                tenant uses of its limits. It refuses the request if a limit is exceeded.
-            draft: prompt of the request. None if the request's messages have to be rendered.
+            timings: recorder of the times that the request's stages take.
+            slot: admission slot of the request. The slot counts the memory of the images, and the
+                tokens and pixels that the request takes from its tenant's limits.
+            draft: tokenized prompt, before images are loaded. None if the prompt is yet to be
+                rendered from the request's messages.
 
         Raises:
-            TriptychError: the request cannot be served.
+            TriptychError: the request is invalid, exceeds a limit of its tenant, or cannot be
+                served now.
         """
         decoder = self.decoder(request.model)
         if draft is None:
             with timings.measure("tokenize"):
-                draft = await self.draft(request, decoder.max_model_len)
-        draft = self._truncated(draft, request, decoder.max_model_len)
+                draft = await self.drafts.read(request, decoder.max_model_len)
+        num_answer_tokens = self.sampling.max_completion_tokens(request)
+        draft = self.drafts.cut(draft, request, decoder.max_model_len, num_answer_tokens)
         answer_format = await self.answers.format_of(request, draft.tail)
         sampling = self.sampling.read(request, decoder.vocab_size)
-        # The length is checked twice. Here each image counts as one token, so that a text that is
-        # too long is refused before any image is loaded. Below, each image has all its tokens.
+        # The length of the prompt is checked twice. In the draft, each image is a single token, so
+        # the first check refuses a text that is too long before any image is loaded. The second
+        # check, below, is made when each image has all its tokens.
         self.sampling.limit(sampling, request, len(draft.token_ids), decoder.max_model_len)
         images: list[Image] = []
         videos: list[Video] = []
@@ -150,8 +145,8 @@ class ChatService:
         """Runs a prepared request, and yields updates until every choice has a finish reason.
 
         Args:
-            is_kept: True if the caller keeps the updates or their text, which then count as memory
-                of the request.
+            is_kept: True if the caller holds all updates, or their text, until the answer is
+                complete. Their bytes then count towards the memory of the request.
 
         Raises:
             TriptychError: the request failed.
@@ -169,16 +164,16 @@ class ChatService:
                 for event in events:
                     choice = completion.choices[event.choice]
                     if choice.finish_reason is not None:
-                        continue  # The choice has ended early, and the batch has later events.
+                        continue  # A stop string has ended the choice earlier in this batch.
                     if event.started is not None:
                         completion.record_start(event.started)
                     if event.prompt_logprobs:
                         completion.prompt_scores.add(event.prompt_logprobs)
                         if not event.token_ids:
-                            continue  # The event has no part of the answer's text.
+                            continue  # The event has logprobs of the prompt and no new tokens.
                     updates.append(choice.feed(event))
                     if choice.finish_reason is not None and not event.is_last:
-                        attempts.stop(event.choice)
+                        attempts.stop(event.choice)  # The decoder would generate more tokens.
                 if is_kept:
                     completion.slot.memory.add(sum(update.num_bytes for update in updates))
                 yield updates
@@ -189,8 +184,8 @@ class ChatService:
     def _events(
         self, completion: Completion, attempts: Attempts
     ) -> AsyncGenerator[list[TokenEvent]]:
-        """Returns the events of a request. If the request limits its reasoning, `BoundedThinking`
-        ends the reasoning at the limit.
+        """Returns the token events of a request. If the request has a thinking budget, they pass
+        through `BoundedThinking`, which closes the reasoning when the budget is used up.
         """
         budget = thinking_budget(
             completion.chat, completion.answer_format, completion.choices, self.tokenizer
@@ -200,8 +195,8 @@ class ChatService:
         return BoundedThinking(completion, attempts, budget).events()
 
     def ready(self) -> bool:
-        """Returns whether a decoder is healthy and, for a model with vision, an encoder whose
-        embeddings fit the decoder.
+        """Returns whether the gateway can serve requests: a decoder is healthy, and, if the model
+        takes images, an encoder is healthy whose embeddings have the shape that the decoder needs.
         """
         decoder = self.decoders.description()
         if decoder is None or self.images is None:
@@ -231,14 +226,17 @@ class ChatService:
         """Closes the connections to the pods and ends the threads."""
         await self.decoders.close()
         await self.encoders.close()
-        self.threads.close()
+        self.drafts.close()
         self.parsers.close()
 
     def check_model(self, name: str | None) -> None:
-        """Checks the model that a request names. None names whichever model is served.
+        """Checks the model that a request names.
+
+        Args:
+            name: name in the request. None if the request names no model, which is always right.
 
         Raises:
-            ModelNotFound: the name is another model's.
+            ModelNotFound: the request names a model that is not served.
         """
         if name is not None and name != self.model_name:
             raise ModelNotFound(f"the model {name[:100]!r} does not exist", param="model")
@@ -264,80 +262,8 @@ class ChatService:
             raise Unavailable("no decoder is available", retry_after_s=1)
         return found
 
-    async def draft(self, request: ChatRequest, max_tokens: int, cut: range = range(0)) -> Draft:
-        """Renders and tokenizes the messages of a request.
-
-        Args:
-            max_tokens: number of tokens of the context.
-            cut: indices of messages that are left out.
-
-        Raises:
-            TriptychError: the messages do not fit the chat template or the context.
-        """
-        if request.truncate_prompt_tokens is not None:
-            max_tokens *= MAX_TRUNCATED
-        if request.num_characters <= _INLINE_TOKENIZE_CHARS:
-            return self._render(request, max_tokens, cut)
-        return await self.threads.run(self._render, request, max_tokens, cut)
-
-    def _render(self, request: ChatRequest, max_tokens: int, cut: range) -> Draft:
-        return self.prompts.draft(self.conversations.read(request, cut), max_tokens)
-
-    async def encode(self, text: str, *, add_special_tokens: bool | None) -> list[int]:
-        """Tokenizes text that is not rendered, in a thread if the text is long.
-
-        Args:
-            add_special_tokens: True if the tokenizer adds its special tokens, such as BOS. None if
-                the text is plain text, in which even the name of a special token is only text.
-        """
-        if len(text) <= _INLINE_TOKENIZE_CHARS:
-            return self._encode(text, add_special_tokens)
-        return await self.threads.run(self._encode, text, add_special_tokens)
-
-    def _encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
-        if add_special_tokens is None:
-            return self.tokenizer.encode_text(text)
-        return self.tokenizer.encode_prompt(text, add_special_tokens)
-
-    async def check_ids(self, name: str, ids: Sequence[int], vocab_size: int) -> None:
-        """Checks the token ids of a field. Many ids are checked in a thread.
-
-        Args:
-            name: name of the field, for the error.
-            ids: token ids of the field.
-            vocab_size: number of tokens that the model has.
-
-        Raises:
-            InvalidRequest: an id is outside the vocabulary.
-        """
-        if len(ids) <= _INLINE_TOKENIZE_CHARS:
-            check_ids(name, ids, vocab_size)
-        else:
-            await self.threads.run(check_ids, name, ids, vocab_size)
-
-    def _truncated(self, draft: Draft, request: ChatRequest, max_tokens: int) -> Draft:
-        """Returns the prompt, cut to the number of tokens that `truncate_prompt_tokens` names.
-
-        If the field is -1, the cut leaves room for the answer: as many tokens as the request wants
-        at most, but no more than a quarter of the context.
-        """
-        limit = request.truncate_prompt_tokens
-        if limit is None:
-            return draft
-        if limit < 0:
-            wanted = self.sampling.max_completion_tokens(request)
-            limit = max_tokens - min(wanted, max_tokens // 4)
-        if len(draft.token_ids) <= limit:
-            return draft
-        if draft.images or draft.videos:
-            raise InvalidRequest("a prompt with images is not cut", param="truncate_prompt_tokens")
-        # As in tokenizers, the side is the end of the prompt that is cut off.
-        is_right = request.truncation_side == "right"
-        ids = draft.token_ids[:limit] if is_right else draft.token_ids[-limit:]
-        return replace(draft, token_ids=ids)
-
     async def read_media(self, draft: Draft, slot: Slot) -> tuple[list[Image], list[Video]]:
-        """Loads the images and videos of a draft, each in order.
+        """Loads the images and the videos of a draft. Returns both in the order of the prompt.
 
         Raises:
             TriptychError: an image or a video is unreadable, or no encoder is healthy.
