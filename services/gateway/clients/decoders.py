@@ -1,7 +1,9 @@
-"""The decoders: one stream of commands and events to each pod, shared by all its sequences.
+"""The clients of the decoder pods, and the choice among them.
 
-`Attempts` chooses a pod with `DecoderPool.choose` and submits sequences with `DecoderPod.submit`.
-The sequences of a pod that is lost fail with `ProcessLost`.
+The gateway has one gRPC stream to each decoder, which carries the commands (submit, cancel) and the
+events of all its sequences. `Attempts` chooses a pod with `DecoderPool.choose` and submits a
+sequence with `DecoderPod.submit`. If the pod is lost, each of its sequences gets a last event with
+the error `ProcessLost`.
 """
 
 import asyncio
@@ -38,12 +40,12 @@ class TokenEvent(Struct, frozen=True):
         choice: index of the choice in the request.
         token_ids: ids of the new tokens.
         logprobs: log probabilities, one entry per token id. Empty unless the request asks for them.
-        started: times of the stages before the sequence's first token, and its number of cached
-            tokens. None if the event does not carry the first token.
+        started: durations of the stages before the first token, and the number of prompt tokens
+            that the decoder had cached. None unless the event has the sequence's first token.
         finish_reason: `stop` or `length` with the last tokens, otherwise None.
         error: error that ended the sequence. No event follows it.
-        prompt_logprobs: log probabilities of prompt tokens, which come before the first token.
-        decoder_drains: True if the decoder may end before the sequence does.
+        prompt_logprobs: log probabilities of prompt tokens. They come before the first token.
+        decoder_drains: True if the decoder is shutting down and may end before the sequence does.
     """
 
     choice: int
@@ -62,7 +64,7 @@ class TokenEvent(Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Estimate of the memory that the event takes."""
+        """Estimate of the memory that the event takes, in bytes."""
         num_bytes = 256 + 40 * len(self.token_ids)
         for entry in self.logprobs:
             num_bytes += 64 * (1 + len(entry.top_token_ids))
@@ -114,15 +116,18 @@ class DecoderPod(Pod):
         )
         self._ids = itertools.count(1)
         self._num_streams = 0
-        # Sequence id -> choice of the request, receiver of its events, entry in `prompts`.
+        # For each running sequence, by id: index of its choice in the request, receiver of its
+        # events, and entry of its prompt in `prompts`.
         self._sequences: dict[int, tuple[int, EventReceiver, Sent]] = {}
         self.prompts = SentPrompts()
         self._commands = Commands()
         self._tasks: list[asyncio.Task[None]] = []
 
-    # `Pod` documents `misfit`, `connected`, `check`, `connect` and `disconnect`.
+    # A task of the pool calls `check` about once a second, `connect` when the pod serves and has no
+    # stream, and `disconnect` when the pod does not answer any more.
     @property
     def misfit(self) -> str:
+        """Reason why the decoder cannot serve the gateway's model. Empty if it can."""
         return self.served.misfit_of_decoder(self.description) if self.description else ""
 
     @property
@@ -131,8 +136,8 @@ class DecoderPod(Pod):
 
     @property
     def session(self) -> str:
-        """Name of the decoder's current stream. The pod under an address may have restarted, which
-        makes it another session.
+        """Name of the current stream: the address and the number of the connection. A pod that has
+        restarted at the same address has a new session.
         """
         return f"{self.address} (stream {self._num_streams})"
 
@@ -176,19 +181,20 @@ class DecoderPod(Pod):
                 the caller may change the message for the next sequence.
             choice: index of the sequence's choice in the request, which its events carry.
             receiver: receiver of the sequence's events.
-            chain: hashes of the prompt's beginnings, by which the pool finds decoders that have
-                cached a beginning.
+            chain: hash chain of the prompt, which has a hash for each prefix. `prompts` remembers
+                it, because the decoder now has these prefixes in its cache.
 
         Returns:
             The sequence's id, for `cancel`.
         """
         submit.sequence_id = sequence_id = next(self._ids)
-        # The stream broke after the pod was chosen. The error is no `ProcessLost`, because the
-        # decoder never got the sequence.
         if not self.connected:
+            # The stream broke after the pod was chosen. The error is not `ProcessLost`, because the
+            # sequence cannot have killed a decoder that it was never sent to.
             receiver.receive(TokenEvent(choice, error=Unavailable("the decoder was lost")))
             return sequence_id
-        # The logprobs of a prompt need the whole prompt to be computed, so no cached part is used.
+        # If the logprobs of the prompt are wanted, the decoder computes the whole prompt and does
+        # not look into its prefix cache.
         uses_cache = not submit.sampling.HasField("prompt_logprobs")
         self._sequences[sequence_id] = choice, receiver, self.prompts.send(chain, uses_cache)
         self.num_in_flight = len(self._sequences)
@@ -211,10 +217,10 @@ class DecoderPod(Pod):
         call: "grpc.aio.StreamStreamCall[pb.GenerateCommand, pb.GenerateEvents]",
         commands: Commands,
     ) -> None:
-        # If the stream breaks, `_read` gets the same failure and reports it.
+        # The errors of a broken stream are ignored here, because `_read` reports them.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # "Bare tokens": the decoder may send a token that carries nothing but its id in the
-            # lists `sequence_ids` and `token_ids` of a message, without an event of its own.
+            # Most events are one token id and nothing else. With `bare_tokens`, the decoder sends
+            # them as two lists, `sequence_ids` and `token_ids`, instead of one message each.
             await call.write(pb.GenerateCommand(accept=pb.Accept(bare_tokens=True)))
             while True:
                 await call.write(await commands.next())
@@ -222,12 +228,13 @@ class DecoderPod(Pod):
     async def _read(
         self, call: "grpc.aio.StreamStreamCall[pb.GenerateCommand, pb.GenerateEvents]"
     ) -> None:
-        # A decoder that ends its stream in good order has not crashed, so this is no `ProcessLost`.
+        # If the decoder ends the stream without an error, it has not died, so the error is not
+        # `ProcessLost`.
         error: TriptychError = Unavailable("the decoder ended its stream")
         try:
             async for message in call:
-                # The first tokens of sequences are passed on before the step's other events,
-                # because handling those takes some milliseconds.
+                # Events with a sequence's first token go first, because somebody waits for it, and
+                # handling all other events of a step takes some milliseconds.
                 following: list[pb.SequenceEvent] = []
                 for event in message.events:
                     if event.HasField("started"):
@@ -235,15 +242,16 @@ class DecoderPod(Pod):
                     else:
                         following.append(event)
                 if message.token_ids:
-                    self._dispatch_bare(message.sequence_ids, message.token_ids)
+                    self._dispatch_tokens(message.sequence_ids, message.token_ids)
                 for event in following:
                     self._dispatch(event, None)
         except grpc.aio.AioRpcError as failure:
             error = ProcessLost(error_from_rpc(failure, "the decoder").message)
         finally:
             call.cancel()
-            # `disconnect` waits for this task and so cannot be called here. If it is not running,
-            # this task itself ends the writing task and marks the pod as unhealthy.
+            # If the stream has broken, this task ends the writing task and marks the pod as
+            # unhealthy, because it cannot call `disconnect`, which waits for it. If `disconnect`
+            # has ended this task, `_tasks` is empty or has the tasks of a later stream.
             if self._tasks and self._tasks[1] is asyncio.current_task():
                 self._tasks[0].cancel()
                 self._tasks = []
@@ -251,7 +259,7 @@ class DecoderPod(Pod):
                 log.warning("%s: %s", self.address, error.message)
             self._fail_all(error)
 
-    def _dispatch_bare(self, sequence_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+    def _dispatch_tokens(self, sequence_ids: Sequence[int], token_ids: Sequence[int]) -> None:
         sequences = self._sequences
         for sequence_id, token_id in zip(sequence_ids, token_ids, strict=True):
             entry = sequences.get(sequence_id)
@@ -279,8 +287,8 @@ class DecoderPod(Pod):
         if finish_reason or error:
             self._forget(event.sequence_id)
         token_ids = list(event.token_ids)
-        # Prompt logprobs come before the first token or with it. Events with later tokens cannot
-        # have them, so the field is not read, because reading it costs time.
+        # Reading the field costs time. Prompt logprobs come in an event without tokens or with the
+        # first token, so the field of other events is not read.
         scores = event.prompt_logprobs if started is not None or not token_ids else ()
         receiver.receive(
             TokenEvent(
@@ -291,7 +299,7 @@ class DecoderPod(Pod):
                 finish_reason,
                 error,
                 scores,
-                event.leaving,  # `decoder_drains`
+                decoder_drains=event.leaving,
             )
         )
 
@@ -310,8 +318,9 @@ class DecoderPool(Pool[DecoderPod]):
     def _candidates(self) -> list[DecoderPod]:
         """Returns the decoders that accept work and serve the gateway's model.
 
-        The gateway may not know from its own model directory which model it serves. If so, and if
-        no decoder of the model that it has served so far is left, it adopts the decoders' model.
+        If the gateway's model directory has no weights, the gateway does not know the fingerprint
+        of its model. It then adopts the fingerprint of the decoders, and adopts another one when no
+        decoder with the adopted fingerprint is left.
         """
         fitting = self.fitting()
         pods = [pod for pod in fitting if pod.healthy]
@@ -319,7 +328,8 @@ class DecoderPool(Pool[DecoderPod]):
             self._served.adopt(_descriptions(self.serving()))
             fitting = self.fitting()
             pods = [pod for pod in fitting if pod.healthy]
-        # Unhealthy decoders also count for the context length, because they may soon be back.
+        # The gateway's context length is the shortest of all decoders that serve its model. Those
+        # that are unhealthy count, too, because they may soon be healthy again.
         self._served.follow_context(_descriptions(fitting))
         return pods
 
@@ -351,14 +361,16 @@ class DecoderPool(Pool[DecoderPod]):
     def choose(
         self, chain: PromptChain, key: bytes, exclude: Collection[str], num_tokens: int = 0
     ) -> DecoderPod:
-        """Chooses the decoder for a prompt, as `sent_prompts.choose` explains.
+        """Chooses the decoder for a prompt: the one with the least work, where prompt tokens that
+        it has cached count as no work. `sent_prompts.choose` has the formula.
 
         Args:
-            chain: hashes of the prompt's beginnings.
-            key: key of the prompt. Equal keys get the same decoder if all else is equal.
+            chain: hash chain of the prompt.
+            key: affinity key of the prompt. If decoders have equal work, prompts with equal keys go
+                to the same decoder.
             exclude: sessions of decoders that must not be chosen.
-            num_tokens: number of tokens of prompt and completion, which the decoder's context has
-                to hold.
+            num_tokens: number of tokens of prompt and completion. Only decoders with a context of
+                at least this length are chosen.
 
         Raises:
             Unavailable: no decoder is left.

@@ -1,9 +1,10 @@
 """The prompt of a conversation: its token ids and positions.
 
-`PromptBuilder.draft` renders and tokenizes a conversation, with one placeholder token per image and
-video. Once the images and videos are loaded, `PromptBuilder.expand` replaces each placeholder by
-the tokens of the medium's units, and computes the positions. `ChatService` calls both. Messages
-that do not fit the chat template or the context are an `InvalidRequest`.
+`PromptBuilder.draft` renders a conversation with the chat template and tokenizes the text. In the
+draft, a single placeholder token stands for each image and each video. Once the images and videos
+are loaded, their numbers of tokens are known, and `PromptBuilder.expand` replaces each placeholder
+by that many tokens and computes all positions. With an image of four tokens, the draft
+`[5, IMAGE, 6]` becomes the prompt `[5, IMAGE, IMAGE, IMAGE, IMAGE, 6]`.
 """
 
 from collections.abc import Sequence
@@ -27,10 +28,11 @@ class Draft:
 
     Attributes:
         token_ids: token ids, with one placeholder per image and video.
-        images: images of the prompt, in order.
-        videos: videos of the prompt, in order.
-        tail: text of the prompt after its last special token. The model continues this text, which
-            may be an opening `<think>` tag. None if the prompt was not rendered from messages.
+        images: sources of the images, such as URLs, in order.
+        videos: sources of the videos, in order.
+        tail: text of the prompt after its last special token. It is the beginning of the model's
+            turn: if it ends in an opening `<think>` tag, the answer begins with reasoning. None if
+            the prompt was not rendered from messages.
         ignored: names of the request's fields that have no effect on this model's answers.
     """
 
@@ -49,11 +51,11 @@ class Prompt:
         token_ids: int32 [num_tokens], token ids with expanded placeholders.
         positions: int32 [3, num_tokens], positions on the axes time, height and width. None if the
             prompt has no images and videos; the positions on each axis are then 0, 1, 2, …
-        position_delta: difference between the position of a generated token and its index in the
-            sequence. The position is the same on all three axes.
-        runs: runs of tokens in order of the prompt, one for each unit of an image or a video.
-            `Run.image` is the number of the image or video: all images are numbered before the
-            videos.
+        position_delta: position of a generated token minus its index in the sequence. A generated
+            token has this one position on all three axes.
+        runs: the prompt's runs of placeholder tokens, in order. Each run is replaced by the
+            embedding of one unit: an image or a pair of video frames. `Run.image` is the index of
+            the image or video. Images are counted first, so with two images the first video is 2.
     """
 
     token_ids: Int32s
@@ -90,7 +92,8 @@ class PromptBuilder:
         self._tokenizer.check_length(conversation.text, max_tokens)
         ids: list[int] = []
         tail: list[str] = []
-        # Each added token is a piece of its own. The tail starts anew after each special token.
+        # `render` yields plain text and added tokens (such as `<|im_start|>`) as separate pieces,
+        # because the same characters in plain text must not become an added token.
         for piece, is_added in self._template.render(conversation):
             tail.append(piece)
             if is_added:
@@ -105,7 +108,7 @@ class PromptBuilder:
         )
 
     def has_placeholder(self, token_ids: Sequence[int]) -> bool:
-        """Returns whether a token is the placeholder of an image or a video."""
+        """Returns whether any of the tokens is the placeholder of an image or a video."""
         geometry, pairs = self._geometry, self._pairs
         has_image = geometry is not None and geometry.image_token_id in token_ids
         return has_image or (pairs is not None and pairs.video_token_id in token_ids)
@@ -113,7 +116,7 @@ class PromptBuilder:
     def expand(
         self, draft: Draft, images: Sequence[Sequence[Unit]], videos: Sequence[Video] = ()
     ) -> Prompt:
-        """Replaces the placeholder of each image and video by the tokens of its units, and computes
+        """Replaces each placeholder of a draft by the tokens of its image or video, and computes
         the positions.
 
         Args:
@@ -121,13 +124,14 @@ class PromptBuilder:
             videos: loaded videos, in order.
 
         Raises:
-            InvalidRequest: the template dropped or repeated an image or a video.
+            InvalidRequest: the numbers of placeholders and of images or videos differ, because the
+                chat template has left one out or written one twice.
         """
-        compact, geometry = np.asarray(draft.token_ids, np.int32), self._geometry
+        draft_ids, geometry = np.asarray(draft.token_ids, np.int32), self._geometry
         if geometry is None:
-            return Prompt(compact, None, 0)
-        is_image = compact == geometry.image_token_id
-        is_video = compact == (-1 if self._pairs is None else self._pairs.video_token_id)
+            return Prompt(draft_ids, None, 0)
+        is_image = draft_ids == geometry.image_token_id
+        is_video = draft_ids == (-1 if self._pairs is None else self._pairs.video_token_id)
         for is_placeholder, media, noun in (
             (is_image, images, "images"),
             (is_video, videos, "videos"),
@@ -138,12 +142,12 @@ class PromptBuilder:
                     param="messages",
                 )
         if not images and not videos:
-            return Prompt(compact, None, 0)
+            return Prompt(draft_ids, None, 0)
         pieces: list[Int32s] = []
         runs: list[Run] = []
         start, length = 0, 0
         next_image, next_video = iter(enumerate(images)), iter(enumerate(videos, len(images)))
-        # `start` is the first index in `compact` that is not yet copied to `pieces`; `length` is
+        # `start` is the first index in `draft_ids` that is not yet copied to `pieces`; `length` is
         # the number of tokens that `pieces` has.
         for place in np.flatnonzero(is_image | is_video).tolist():
             if is_image[place]:
@@ -156,9 +160,9 @@ class PromptBuilder:
             length += place - start
             for unit, offset in zip(units, offsets, strict=True):
                 runs.append(Run(length + offset, geometry.num_tokens(unit), unit, image))
-            pieces += (compact[start:place], ids)
+            pieces += (draft_ids[start:place], ids)
             start, length = place + 1, length + len(ids)
-        token_ids = np.concatenate((*pieces, compact[start:]))
+        token_ids = np.concatenate((*pieces, draft_ids[start:]))
         positions, delta = geometry.positions(len(token_ids), runs)
         return Prompt(token_ids, positions, delta, runs)
 
@@ -167,12 +171,14 @@ class PromptBuilder:
         if self._geometry is None:
             return 0
         units = [run.unit for run in prompt.runs]
-        # A unit with frames is a pair of frames, and each of its patches covers both.
+        # Each patch of a pair of frames covers the same square of both frames.
         num_patches = sum(unit.num_patches * (2 if unit.frames else 1) for unit in units)
         return num_patches * self._geometry.patch_size**2
 
     def _frames(self, video: Video) -> tuple[Int32s, Sequence[int]]:
-        """Returns the token ids of a video, and the offset of each unit's run among them."""
+        """Returns the token ids that replace a video's placeholder, and the index of the first
+        placeholder token of each frame pair among them.
+        """
         assert self._pairs is not None
         texts = [self._tokenizer.encode_text(time_text(time)) for time in video.times]
         return self._pairs.placeholders(video.units, texts)

@@ -1,12 +1,13 @@
-"""The failure contract between the gateway and the two services behind it.
+"""The attempts of one request: they submit it to pods, and submit it again when a pod has failed.
 
-When an encoder or a decoder fails, the gateway excludes it and submits the request again. Encoding
-is idempotent, and a decoder continues an answer that another decoder has begun: it gets the prompt
-and the token ids generated so far. The client sees one answer without a gap. `Losses` counts the
-processes that died with the request, and ends a request that kills processes. An unreadable image
-ends the request at once, whichever service reports it.
+An attempt submits the request's choices to one decoder, as one sequence per choice, and calls
+encoders for the images. When a pod fails, the next attempt chooses among the other pods. Encoding
+an image twice does no harm. A new decoder continues the answer: it gets the prompt and the token
+ids that other decoders have generated so far. The client therefore sees one answer without a gap.
+`Losses` counts the processes that died while they had the request, and ends the request if it
+seems to kill them. If an image turns out to be unreadable, the request ends at once.
 
-`ChatService.answer` runs one `Attempts` per request. This file knows no HTTP and no text.
+`ChatService.answer` makes one `Attempts` for each request. This file knows nothing of HTTP or text.
 """
 
 import asyncio
@@ -39,23 +40,26 @@ from services.gateway.request.sampling import choice_seed
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
-# Most times that a request moves away from a decoder that drains.
+# How many times a request may move away from a decoder that drains.
 MAX_MOVES = 2
-# Time that encode calls get to report where an embedding came from, after the answer has ended.
+# After the answer has ended, encode calls have this many seconds to report where embeddings came
+# from, because a client with `include_stage_times` wants to know.
 _SOURCES_GRACE_S = 0.05
-# Most bytes of an answer that may wait until its client reads them: some 10,000 tokens, or some
-# hundreds of tokens with all logprobs. The request's memory counts them in steps of the second
-# number.
-MAX_WAITING_BYTES, _WAITING_STEP_BYTES = 4 << 20, 64 << 10
-# Prompts without images prefer the same decoder if their first tokens, this many, are equal.
+# Most bytes of events that may wait until the client reads them: some 10,000 tokens without
+# logprobs, or some hundreds with all logprobs.
+MAX_WAITING_BYTES = 4 << 20
+# The waiting bytes are charged to the request's memory in steps of this size.
+_WAITING_STEP_BYTES = 64 << 10
+# Two prompts without images go to the same decoder, all else being equal, if this many of their
+# first tokens are equal.
 _AFFINITY_TOKENS = 256
 
 
 class Attempts:
     """All attempts to generate the answer of one request.
 
-    Iterate `events` to its end, or close it. `DecoderPod` calls `receive` with each event of a
-    sequence; `events` takes the events from the mailbox.
+    The caller iterates `events` to its end, or closes it. `DecoderPod` calls `receive` for each
+    event of a sequence. `receive` puts the event into the mailbox, from which `events` takes it.
 
     Args:
         request: request with its prompt, images and sampling parameters.
@@ -77,7 +81,7 @@ class Attempts:
         self._decoders = decoders
         self._metrics = metrics
         self._mailbox = Mailbox()
-        self._counted_bytes = 0  # bytes that the request's memory counts for waiting events
+        self._counted_bytes = 0  # bytes of waiting events that the request's memory has counted
         self._losses = Losses()
         self._encodes = EncodeCalls(
             request,
@@ -88,23 +92,23 @@ class Attempts:
             encode_timeout_s,
             outcome_timeout_s,
         )
-        # The running attempt's decoder, the name of its session, and the fingerprint of the
-        # checkpoint that it serves.
+        # The decoder of the running attempt; its session, which is the name of its stream and
+        # changes when it restarts; and the fingerprint of the checkpoint that it serves.
         self._decoder: DecoderPod | None = None
         self._session = ""
         self._fingerprint: bytes | None = None
         self._decoder_drains = False
         self._chain: PromptChain
         self._span = Span()
-        # The running attempt's sequences: choice -> sequence id.
+        # Sequence id of each choice that runs in the current attempt.
         self._sequences: dict[int, int] = {}
         # Token ids of each choice so far, and the number of tokens at which the choice ends.
         choices = range(request.chat.num_choices)
         self._generated = {choice: array("i") for choice in choices}
         self._max_tokens = dict.fromkeys(choices, request.sampling.max_tokens)
         self._unfinished = set(choices)
-        self._extended: list[int] = []  # choices that `extend` has added since the last submit
-        self._lost_at = 0.0  # when a decoder was lost in mid-answer; 0 while the answer goes on
+        self._extended: list[int] = []  # choices that `extend` was called for since `_submit`
+        self._interrupted_at = 0.0  # when the answer's decoder failed; 0 if the answer goes on
 
     async def events(self) -> AsyncGenerator[list[TokenEvent]]:
         """Yields batches of events, in order per choice, until all choices have ended or stopped.
@@ -115,20 +119,20 @@ class Attempts:
         num_moves = 0
         try:
             for attempt in range(1, MAX_ATTEMPTS + 1):
-                has_started = False  # this attempt has yielded events
+                has_started = False  # becomes True when this attempt has yielded events
                 if not self._unfinished:
                     return
                 try:
-                    self._mailbox.clear()  # messages of the attempt before
+                    self._mailbox.clear()  # drops messages of the attempt before
                     await self._submit(self._unfinished)
                     while self._sequences:
-                        # The messages are kept in no local variable. A failure among them, which is
-                        # raised below, refers to this frame through its traceback. If the frame
-                        # also referred to the messages, only the garbage collector could free them.
+                        # No local variable holds the messages. A failure that is raised below has a
+                        # traceback, which refers to this frame. If the frame referred to the
+                        # failure's message, the cycle would stay until the garbage collector runs.
                         events, failure = self._read(await self._mailbox.take(), has_started)
                         if events:
                             has_started = True
-                            if self._lost_at:
+                            if self._interrupted_at:
                                 self._record_handover()
                             yield events
                         if failure is not None:
@@ -136,12 +140,12 @@ class Attempts:
                         # The caller may have called `extend` while it handled the batch.
                         if extended := self._unfinished.intersection(self._extended):
                             await self._submit(extended)
-                        # The last attempt stays where it is: a move would need one attempt more.
+                        # A move takes one attempt, so there is none in the last attempt.
                         may_move = num_moves < MAX_MOVES and attempt < MAX_ATTEMPTS
                         if self._decoder_drains and may_move and self._can_move():
                             num_moves += 1
-                            # A move is an attempt that ends early, as if the decoder had failed. It
-                            # does not count as a loss, because the error is no `ProcessLost`.
+                            # To move, the attempt ends as if the decoder had failed. `Losses` does
+                            # not count the decoder as lost, because the error is no `ProcessLost`.
                             drains = Unavailable("the decoder drains")
                             raise RetryableFailure(drains, "decoder", self._session)
                     if self._request.chat.include_stage_times:
@@ -149,9 +153,9 @@ class Attempts:
                     return
                 except RetryableFailure as failure:
                     if not self._unfinished:
-                        return  # the caller has stopped the last choices
+                        return  # the caller has stopped all choices that had not ended
                     if has_started:
-                        self._lost_at = time.monotonic()
+                        self._interrupted_at = time.monotonic()
                     await self._recover(failure)
             raise self._losses.no_pod_left()  # All attempts have failed.
         finally:
@@ -159,20 +163,21 @@ class Attempts:
             self._encodes.close()
 
     def stop(self, choice: int) -> None:
-        """Cancels one choice. No more events of the choice follow."""
+        """Ends one choice, and cancels its sequence. `events` yields no more of its events."""
         self._unfinished.discard(choice)
         self._cancel_sequence(choice)
 
     def extend(self, choice: int, token_ids: Sequence[int], max_tokens: int) -> None:
-        """Continues a choice after appending token ids to it, as if the model had generated them.
+        """Lets a choice continue up to `max_tokens`, after appending tokens as if the model had
+        generated them. `BoundedThinking` appends the tokens that close the reasoning.
 
-        Call it before the first batch, or between two batches for a choice that has ended with
-        `length`.
+        May be called before the first batch of events, and, if the choice has ended with `length`,
+        between two batches.
 
         Args:
             token_ids: ids that are appended to the choice. May be empty.
-            max_tokens: number of tokens at which the choice ends. All tokens from the start of the
-                choice count, also the appended tokens.
+            max_tokens: number of tokens at which the choice ends, counted from the start of the
+                choice, with the appended tokens.
         """
         self._generated[choice].extend(token_ids)
         self._max_tokens[choice] = max_tokens
@@ -186,14 +191,14 @@ class Attempts:
     def receive(self, event: TokenEvent) -> None:
         """Adds an event of a sequence to the mailbox.
 
-        If the client reads the answer too slowly, so that too many events wait, the request ends
-        with `Overloaded`.
+        If the client reads too slowly, events pile up in the mailbox. Above `MAX_WAITING_BYTES`, or
+        if the gateway has no memory left for them, the request ends with `Overloaded`.
         """
         mailbox = self._mailbox
         mailbox.put(event, event.num_bytes)
         if isinstance(event.error, ProcessLost):
-            # The loss is counted here and not when the event is read, because a failed encode call
-            # may end the attempt before.
+            # The loss is counted now, because `events` may never read this event: if an encode call
+            # fails first, the attempt ends and the mailbox is cleared.
             self._losses.add("decoder", self._session, event.error)
         if mailbox.num_bytes <= self._counted_bytes:
             return
@@ -203,8 +208,8 @@ class Attempts:
             self._request.slot.memory.add(_WAITING_STEP_BYTES)
             self._counted_bytes += _WAITING_STEP_BYTES
         except Overloaded as error:
-            # The waiting events are dropped, so that their memory is free at once. The error takes
-            # their place, and no more events can arrive from the cancelled sequences.
+            # The error replaces the waiting events, so that their memory is free at once. The
+            # sequences are cancelled, so that no more events arrive.
             mailbox.clear()
             mailbox.put(Overloaded(error.message, retry_after_s=1))
             for sequence_id in self._sequences.values():
@@ -212,18 +217,18 @@ class Attempts:
                     self._decoder.cancel(sequence_id)
 
     async def _submit(self, choices: Collection[int]) -> None:
-        """Starts the missing encode calls and submits choices to a decoder at the same time.
+        """Starts the encode calls that are missing, and submits choices to a decoder.
 
         Args:
-            choices: all unfinished choices at the start of an attempt, or choices that join the
-                attempt's running sequences.
+            choices: choices to submit. When an attempt begins, these are all unfinished choices.
+                While it runs, these are the choices for which `extend` was called.
         """
         self._extended.clear()
         request = self._request
         images = await self._encodes.assign()
         self._chain = PromptChain(request.prompt.token_ids, images, request.cache_salt)
-        if images:  # Lets the encode calls be sent first, because the decoder waits for the images.
-            await asyncio.sleep(0)
+        if images:
+            await asyncio.sleep(0)  # The encode calls are sent first: the decoder waits for images.
         decoder = self._take_decoder()
         self._span.end()
         self._span = start_span(
@@ -241,24 +246,26 @@ class Attempts:
             submit.sampling.min_tokens = min(request.sampling.min_tokens, max_tokens)
             submit.sampling.seed = choice_seed(request.sampling.seed, choice)
             submit.generated_token_ids = generated.tobytes()
-            # The prompt's logprobs arrive once for all choices, before the first token of choice 0.
+            # All choices have the same prompt, so only choice 0 asks for its logprobs, and a choice
+            # that has tokens has got them already.
             if choice > 0 or generated:
                 submit.sampling.ClearField("prompt_logprobs")
             self._sequences[choice] = decoder.submit(submit, choice, self, self._chain)
 
     def _take_decoder(self) -> DecoderPod:
-        """Returns the decoder of the running sequences, or else chooses a decoder for an attempt.
+        """Returns the decoder of the running attempt, or chooses one if the attempt just begins.
 
         Raises:
-            TriptychError: no decoder is left that serves the checkpoint of the answer so far.
+            TriptychError: no decoder is left, or, if the answer has begun, no decoder that serves
+                the same checkpoint.
         """
         decoder = self._decoder if self._sequences else None
         try:
             decoder = decoder or self._choose_decoder(self._losses.excluded["decoder"])
         except Unavailable:
             raise self._losses.no_pod_left() from None
-        # All tokens of an answer come from one checkpoint. Once the answer has begun, only a
-        # decoder with the same fingerprint may continue it.
+        # All tokens of an answer have to come from the same checkpoint, which the fingerprint
+        # identifies. During a roll-out, decoders may serve different checkpoints.
         fingerprint = decoder.description.fingerprint if decoder.description else b""
         has_ended = len(self._unfinished) < self._request.chat.num_choices
         has_begun = has_ended or any(self._generated.values())
@@ -266,21 +273,22 @@ class Attempts:
             raise self._losses.no_pod_left()
         self._fingerprint = fingerprint
         self._decoder, self._session = decoder, decoder.session
-        # Draining is forgotten with the last sequence: a newly chosen decoder reports it anew.
-        self._decoder_drains = self._decoder_drains and bool(self._sequences)
+        if not self._sequences:  # A newly chosen decoder has not reported that it drains.
+            self._decoder_drains = False
         return decoder
 
     def _choose_decoder(self, exclude: Collection[str]) -> DecoderPod:
         request = self._request
         num_tokens = len(request.prompt.token_ids) + request.sampling.max_tokens
-        # Requests with the same key go to the same decoder unless load or cached prompts decide.
-        # The key is that of the first image or frame pair, or else a digest of the first tokens.
+        # If neither load nor cached prefixes decide, requests with the same affinity key go to the
+        # same decoder. The affinity key is the image key of the first image or frame pair. Without
+        # images, it is a digest of the first tokens.
         keys, start = self._encodes.keys, request.prompt.token_ids[:_AFFINITY_TOKENS]
         key = keys[0] if keys else blake3(start.tobytes()).digest()
         return self._decoders.choose(self._chain, key, exclude, num_tokens)
 
     def _submit_message(self, images: Sequence[pb.ImageRef]) -> pb.Submit:
-        """Returns the message to the decoder, without the fields that differ between choices."""
+        """Returns a message to the decoder with the fields that all choices have in common."""
         request, prompt = self._request, self._request.prompt
         positions = b""
         if prompt.positions is not None:
@@ -315,30 +323,30 @@ class Attempts:
     def _read(
         self, messages: list[Message], has_started: bool
     ) -> tuple[list[TokenEvent], Exception | None]:
-        """Reads messages up to the first failure that ends the attempt, and updates the choices.
+        """Reads messages of the mailbox, up to the first failure that ends the attempt.
 
         Args:
             has_started: True if the attempt has yielded events before.
 
         Returns:
-            The events for the caller, and the failure that ends the attempt, or None.
+            The events to yield, and the failure that ends the attempt. The failure is None if the
+            attempt goes on.
         """
         events: list[TokenEvent] = []
         for message in messages:
             if not isinstance(message, TokenEvent):
-                # `Overloaded` ends the request because its client reads too slowly. A failed encode
-                # call ends the attempt only if no token has arrived.
+                # `Overloaded` means that the client reads too slowly. All other failures are failed
+                # encode calls. They do not matter once the decoder has sent events: it then has all
+                # embeddings, and found this one in its own memory or in Redis.
                 if isinstance(message, Overloaded) or not (has_started or events):
                     return events, message
-                # Otherwise the decoder has all embeddings, and got this one from its own memory or
-                # from Redis.
                 continue
             choice = message.choice
             if choice not in self._sequences:
-                continue  # The choice has been stopped.
+                continue  # `stop` has ended the choice.
             if message.decoder_drains:
                 self._decoder_drains = True
-                # An event that only reports the draining is not for the caller.
+                # If the event has nothing but the news that the decoder drains, it is not yielded.
                 if not (message.token_ids or message.is_last or message.prompt_logprobs):
                     continue
             if message.error is not None:
@@ -352,12 +360,12 @@ class Attempts:
         return events, None
 
     def _decoder_failure(self, error: TriptychError) -> Exception:
-        """Returns the exception for the error of a sequence: a `RetryableFailure` if another pod
-        may succeed, and otherwise the error itself.
+        """Returns the exception that the error of a sequence raises: a `RetryableFailure` if the
+        request may succeed on another pod, and otherwise the error itself, which ends the request.
         """
         if isinstance(error, EmbeddingLost):
             return RetryableFailure(error, "encoder", error.encoder_address)
-        # This gateway did not cancel the sequence: `DecoderPod` passes on no event after `cancel`.
+        # It was not this gateway that cancelled: `DecoderPod` passes on no event after `cancel`.
         if isinstance(error, Cancelled):
             error = Unavailable("the decoder cancelled the request")
         if error.param is None:
@@ -365,13 +373,13 @@ class Attempts:
         return RetryableFailure(error, "decoder", self._session) if error.retryable else error
 
     def _record_handover(self) -> None:
-        """Records how long the client has waited for another decoder."""
+        """Records how long the answer was interrupted, until another decoder continued it."""
         self._metrics.handovers.inc()
-        self._request.timings.record("handover", time.monotonic() - self._lost_at)
-        self._lost_at = 0.0
+        self._request.timings.record("handover", time.monotonic() - self._interrupted_at)
+        self._interrupted_at = 0.0
 
     async def _recover(self, failure: RetryableFailure) -> None:
-        """Ends a failed attempt and excludes the pod from the next attempt.
+        """Ends a failed attempt, and excludes the pod that has failed from the next attempts.
 
         Raises:
             TriptychError: the request may not be tried again.
@@ -381,11 +389,12 @@ class Attempts:
         if failure.service == "decoder":
             self._losses.add("decoder", failure.pod, error)
         elif isinstance(error, EmbeddingLost):
-            # A decoder could not get an embedding. The encode calls tell why, if they have failed.
+            # A decoder could not get an embedding. If the encode call for it has failed, its error
+            # says why.
             await self._encodes.record_undelivered(error)
         elif isinstance(error, ProcessLost):
-            # The failed encode call has counted the loss. The other calls to that encoder may name
-            # further images on which it worked.
+            # An encoder was lost. The call that found out has counted the loss. Other calls to the
+            # same encoder fail, too; each names an image that may have killed the encoder.
             await self._encodes.await_outcomes(failure.pod)
         log.warning("%s %s failed: %s", failure.service, failure.pod, error.message)
         self._losses.check()

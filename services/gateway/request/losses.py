@@ -1,9 +1,10 @@
-"""The pods that have failed one request. This is the only place that counts lost processes.
+"""The pods that have failed one request. No other file counts lost processes.
 
-A process may die because of the request that it works on. The request is therefore tried only once
-more on another pod: it ends when a second decoder, or a second encoder, is lost while working on
-it. Pods that fail without dying are excluded from further attempts, but are not counted. The same
-holds for pods that were lost before the request was sent to them.
+A *lost* process has died, or has stopped answering. Perhaps the request has killed it, so that each
+further pod would die, too. A request is therefore tried on one more pod after a loss, and ends if
+that pod is lost as well: two lost decoders or two lost encoders end it. A pod that answers with an
+error, or that was lost before the request was sent to it, is excluded from further attempts like a
+lost pod, but does not count towards the two.
 """
 
 from collections import Counter
@@ -24,11 +25,11 @@ MAX_LOST = 2
 
 
 class RetryableFailure(Exception):
-    """A failure of one pod. The request may succeed on another pod.
+    """Raised when one pod has failed the request, but another pod may serve it.
 
     Args:
         error: error of the pod.
-        pod: name of the pod, which is excluded from the next attempts; see `Losses`.
+        pod: name of the pod, which `Losses` excludes from the next attempts.
     """
 
     def __init__(self, error: TriptychError, service: Service, pod: str) -> None:
@@ -41,25 +42,25 @@ class RetryableFailure(Exception):
 class Losses:
     """The pods that have failed one request.
 
-    Encoders are named by address. Decoders are named by session, so that a decoder that has
-    restarted, which may be the only decoder, can be tried again.
+    The name of an encoder is its address. The name of a decoder is its session: a decoder that has
+    restarted has a new name, so it is not excluded and may be tried again.
 
     Attributes:
         excluded: names of the pods that have failed, by service.
         num_lost: number of processes that were lost while they had the request, by service.
-        refusal: error of the request if a pod has found the request itself at fault. None if no pod
-            has.
+        refusal: error that says what is wrong with the request. None unless an encoder has found
+            such an error.
     """
 
     def __init__(self) -> None:
         self.excluded: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
         self._lost: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
         self.num_lost: Counter[Service] = Counter()
-        # (place in the request, kind) of an image or video -> encoders whose engines ended while
-        # they worked on it.
+        # For each image or video, as (place in the request, kind): the encoders whose engines ended
+        # while they worked on it.
         self._blamed: dict[tuple[str, Kind], set[str]] = {}
         self.refusal: InvalidRequest | None = None
-        self._cause: TriptychError | None = None  # error of the last failure
+        self._last_error: TriptychError | None = None
 
     def add(
         self,
@@ -69,16 +70,16 @@ class Losses:
         param: str = "",
         kind: Kind = IMAGE,
     ) -> None:
-        """Excludes a pod that has failed. A lost pod is counted once, even if several calls to the
-        pod report the loss.
+        """Excludes a pod that has failed, and counts its loss if the error is a `ProcessLost`. A
+        pod that is reported as lost several times, by several calls, is counted once.
 
         Args:
-            error: error of the pod. `ProcessLost` counts as a loss.
-            param: place in the request of the image or video that the pod worked on. Empty if the
-                pod did not work on any.
-            kind: kind of the medium at `param`.
+            error: error of the pod.
+            param: place in the request of the image or video that the pod worked on, such as
+                `messages[0].content[1]`. Empty if the pod worked on no image or video.
+            kind: whether an image or a video is at `param`.
         """
-        self._cause = error
+        self._last_error = error
         self.excluded[service].add(pod)
         if param and isinstance(error, EngineLost):
             self._blamed.setdefault((param, kind), set()).add(pod)
@@ -87,9 +88,10 @@ class Losses:
             self.num_lost[service] += 1
 
     def readmit_encoders(self) -> None:
-        """Allows all encoders again, because the only encoder is to be tried a second time.
+        """Allows all encoders again, so that the only encoder can be tried a second time.
 
-        The losses so far stay counted. An encoder that is lost after this call counts once more.
+        `num_lost` keeps its value, and an encoder that was lost before counts again if it is lost
+        again.
         """
         self.excluded["encoder"].clear()
         self._lost["encoder"].clear()
@@ -117,6 +119,6 @@ class Losses:
 
     def no_pod_left(self) -> TriptychError:
         """Returns the error of a request for which no pod is left."""
-        if isinstance(self._cause, Overloaded):
-            return Overloaded(self._cause.message, retry_after_s=self._cause.retry_after_s or 1)
+        if isinstance(error := self._last_error, Overloaded):
+            return Overloaded(error.message, retry_after_s=error.retry_after_s or 1)
         return Unavailable("no healthy service is left for this request", retry_after_s=1)
