@@ -13,94 +13,26 @@ from hypothesis import strategies as st
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.schedule.recurrent_states import RecurrentStates, checkpoint_boundaries
 from services.decoder.engine.schedule.sequence import Sequence
-from services.decoder.engine.step import RowStart, Step
+from services.decoder.engine.step import RowStart
 from tests.engine_harness import KEYS, Harness, prompt_of
+from tests.engine_programs import engines, fail_at, failures, play, programs
 from tests.fake_runner import FakeRunner, add_message, runner_info
 from tests.integrity import check_checkpoints
-
-arrivals = st.lists(
-    st.fixed_dictionaries(
-        {
-            "seed": st.integers(0, 1),
-            "shared": st.integers(0, 60),  # tokens of the prompt that others of the seed begin with
-            "own": st.integers(0, 30),
-            "image": st.none() | st.tuples(st.sampled_from(KEYS), st.integers(0, 50)),
-            "image_delay": st.integers(0, 8),
-            "max_tokens": st.integers(1, 16),
-            "at": st.integers(0, 25),
-            "abort_after": st.none() | st.integers(0, 12),
-            "token_masks": st.booleans(),
-        }
-    ),
-    min_size=1,
-    max_size=14,
-)
 
 
 @settings(deadline=None)
 @given(
-    arrivals=arrivals,
-    overlap=st.booleans(),
-    rows=st.integers(1, 5),
-    budget=st.integers(6, 48),
-    blocks=st.integers(24, 60),
+    program=programs(shared=60, own=30),
+    engine=engines(24, 60),
+    failure=failures,
     checkpoints=st.integers(0, 4),
     state_tokens=st.sampled_from((1, 8, 16)),
-    out_of_memory_at=st.none() | st.integers(0, 20),
-    again_after=st.integers(0, 6),
-    mask_after=st.integers(0, 6),
 )
 def test_every_sequence_has_the_state_it_has_alone(
-    arrivals, overlap, rows, budget, blocks, checkpoints, state_tokens, out_of_memory_at,
-    again_after, mask_after,
-):  # fmt: skip
-    harness = Harness(
-        overlap=overlap, max_num_sequences=rows, max_batched_tokens=budget, num_blocks=blocks,
-        again_after=again_after, mask_after=mask_after, has_states=True,
-        num_checkpoints=checkpoints, state_tokens=state_tokens,
-    )  # fmt: skip
-    todo: dict[int, list] = {}
-    for number, arrival in enumerate(arrivals):
-        prompt = prompt_of(arrival["seed"], arrival["shared"])
-        prompt += prompt_of(100 + number, max(arrival["own"], 1))
-        images = ()
-        if arrival["image"] is not None:
-            key, offset = arrival["image"]
-            offset = min(offset, len(prompt) - 1)
-            images = (ImageSpan(key, offset, min(6, len(prompt) - offset)),)
-        message = add_message(
-            number, prompt, images=images, max_tokens=arrival["max_tokens"],
-            token_masks=arrival["token_masks"],
-        )  # fmt: skip
-        at = arrival["at"]
-        todo.setdefault(at, []).append(("add", message))
-        if arrival["abort_after"] is not None:
-            todo.setdefault(at + arrival["abort_after"], []).append(("abort", number))
-        for span in images:
-            todo.setdefault(at + arrival["image_delay"], []).append(("image", number, span.key))
-    if out_of_memory_at is not None:
-        count = iter(range(10**9))
-
-        def fail_once(step: Step) -> None:
-            if next(count) == out_of_memory_at:
-                raise MemoryError("once")
-
-        harness.runner.on_execute = fail_once
-    for now in range(max(todo) + 1):
-        for action, subject, *rest in todo.get(now, ()):
-            match action:
-                case "add":
-                    harness.add(subject, images_ready=False)
-                case "image":
-                    harness.image(subject, rest[0])
-                case _:
-                    harness.engine.abort(subject)
-        harness.step()
-    harness.run()
-    assert set(harness.ends) == set(harness.added)
-    assert list(harness.ends.values()).count("failed") <= (out_of_memory_at is not None)
-    harness.assert_all_as_alone()
-    harness.assert_empty()
+    program, engine, failure, checkpoints, state_tokens
+):
+    harness = harness_of(checkpoints, state_tokens=state_tokens, **engine)
+    play(harness, program, failure)
 
 
 def harness_of(checkpoints: int = 8, **info: int) -> Harness:
@@ -209,13 +141,7 @@ def test_a_preempted_sequence_begins_at_its_checkpoint() -> None:
 def test_a_failed_step_lets_the_others_begin_again() -> None:
     """It may have changed the states of its rows, which cannot be taken back."""
     harness = harness_of()
-    count = iter(range(100))
-
-    def fail_once(step: Step) -> None:
-        if next(count) == 4:
-            raise MemoryError("once")
-
-    harness.runner.on_execute = fail_once
+    fail_at(harness.runner, 4)
     for number in range(3):
         harness.add(add_message(number, prompt_of(number, 30), max_tokens=12))
     harness.run()
