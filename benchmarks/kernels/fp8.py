@@ -200,7 +200,7 @@ def main() -> int:
         for name, these in SHAPES.items()
         if options.shapes in (name, "all")
         for shape in these
-    ]  # fmt: skip
+    ]
     facts = DeviceFacts.of(torch.device("cuda", torch.cuda.current_device()))
     print(facts, f"torch {torch.__version__}")
     if options.tune:

@@ -13,7 +13,7 @@ from benchmarks.simulation.policies import (
     encoder_policy,
     shipped,
     split,
-)  # fmt: skip
+)
 from benchmarks.simulation.results import Result, simulate
 from benchmarks.simulation.stages import StageCosts
 from benchmarks.simulation.traces import Trace, bursts, day, flash_crowd

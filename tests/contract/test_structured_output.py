@@ -39,7 +39,7 @@ def model(tmp_path_factory):
 async def decoder(model):
     async with Decoder(
         model_directory=model, num_blocks=256, max_model_len=512, max_num_sequences=16
-    ) as decoder:  # fmt: skip
+    ) as decoder:
         yield decoder
 
 

@@ -116,7 +116,7 @@ def test_the_time_of_drawing_is_linear_in_the_text(page: Page) -> None:
         ("# a\r", "<h3>a\r</h3>"),
         ("``` py\t\nx\n``` ", "<span>py</span>"),
     ],
-)  # fmt: skip
+)
 def test_inline_markdown_is_drawn(page: Page, text: str, html: str) -> None:
     drawn = page.evaluate(
         "import('/static/markdown.js').then(({markdown}) => "

@@ -133,7 +133,7 @@ def test_paged_decode_attention_agrees_with_its_twin(
             .flatten(0, 1)[: lengths[index]]
             .transpose(0, 1)
             for part in (0, 1)
-        )  # fmt: skip
+        )
         asked = query[index, :, None].float()
         expected = F.scaled_dot_product_attention(asked, keys, values, enable_gqa=True)[:, 0]
         for out in found:

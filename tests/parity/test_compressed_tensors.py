@@ -112,7 +112,7 @@ def write(source: Path, directory: Path, name: str) -> dict[str, Tensor]:
             whole = made["weight_global_scale"]
             return dequantize(
                 codes, made["weight_scale"].float(), args=chosen.weights, global_scale=whole
-            ), made  # fmt: skip
+            ), made
         return compressor.decompress(made, chosen)["weight"].float(), made
 
     return write_quantized(

@@ -344,7 +344,7 @@ def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[str, Te
         ),
     ],
     ids=["no-scale", "no-weight", "shape", "dtype", "mixed-parts", "dropped-scale"],
-)  # fmt: skip
+)
 def test_files_that_do_not_fit_are_errors(odd: Quantized, change: Callable, message: str) -> None:
     directory, _ = odd.write("fp8-block", change=change)
     with pytest.raises(CheckpointError, match=message):

@@ -61,7 +61,7 @@ NORMALIZED = {
     "the default deviation": {"image_std": ABSENT},
     "another deviation of one channel": {"image_std": [0.5, 0.5, 0.4]},
     "one mean of all channels": {"image_mean": 0.4, "image_std": [0.2, 0.3, 0.4]},
-}  # fmt: skip
+}
 REFUSED = {
     "do_resize": {"do_resize": False},
     "do_resize ": {"do_resize": None},

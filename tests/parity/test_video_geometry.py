@@ -306,7 +306,7 @@ def test_a_prompts_ids_are_the_processors(tmp_path):
         prompt = "Look: <|vision_start|><|video_pad|><|vision_end|> well"
         out = theirs(
             text=[prompt], videos=[pixels], video_metadata=[VideoMetadata(total, rate)], **given
-        )  # fmt: skip
+        )
         indices = video.indices(total, rate, Sampling(**(wanted or {})))
         units = video.units(indices, (64, 96))
         texts = [tokenizer.encode_text(time_text(time)) for time in video.times(indices, rate)]

@@ -53,8 +53,10 @@ _PATHS = {
     "tool_choice.function": "tool_choice.name",
 }
 _STOP_REASONS: dict[str | None, api.StopReason] = {
-    "stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
-}  # fmt: skip
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
 
 
 async def messages(context: RequestContext, body: Body) -> None:

@@ -157,11 +157,9 @@ def _operation(path: str, operation: Operation, schema_of: Mapping[Any, Any]) ->
         "summary": operation.summary,
         "responses": {
             "200": {"description": "The answer", "content": answer},
-            "default": {
-                "description": "An error", "content": content(_JSON, operation.error)
-            },
+            "default": {"description": "An error", "content": content(_JSON, operation.error)},
         },
-    }  # fmt: skip
+    }
     if operation.request is not None:
         body = content(_JSON, operation.request)
         examples = {name: {"value": example} for name, example in BODIES[path].items()}

@@ -53,8 +53,10 @@ _PATHS = {
     "tool_choice.allowed_tools": "tool_choice",
 }
 _KINDS: dict[type[Part], str] = {
-    Reasoning: "reasoning_text", Call: "function_call_arguments", Text: "output_text"
-}  # fmt: skip
+    Reasoning: "reasoning_text",
+    Call: "function_call_arguments",
+    Text: "output_text",
+}
 
 
 async def responses(stored: StoredResponses, context: RequestContext, body: Body) -> None:

@@ -253,6 +253,10 @@ def _as_input(item: api.OutputItem) -> api.InputItem:
         case api.OutputCall():
             namespace = item.namespace if isinstance(item.namespace, str) else None
             return api.InputItem(
-                type="function_call", id=item.id, call_id=item.call_id, name=item.name,
-                namespace=namespace, arguments=item.arguments,
-            )  # fmt: skip
+                type="function_call",
+                id=item.id,
+                call_id=item.call_id,
+                name=item.name,
+                namespace=namespace,
+                arguments=item.arguments,
+            )

@@ -197,7 +197,7 @@ READINGS: Sequence[Reading] = (
         "the JSON text of its tabs and changes",
         _browser_state,
     ),
-)  # fmt: skip
+)
 
 
 def read_message(message: Object) -> None:

@@ -35,8 +35,10 @@ _OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/ready", "/p
 _QUIET_PATHS = frozenset(("/health", "/ready", "/ping"))
 _PAGE_FILES = "/static/"  # paths below it are open and quiet, too
 _SCOPES: Mapping[str, KeyScope] = {
-    "/metrics": "metrics", "/load": "metrics", "/reset_prefix_cache": "admin"
-}  # fmt: skip
+    "/metrics": "metrics",
+    "/load": "metrics",
+    "/reset_prefix_cache": "admin",
+}
 _NO_KEY = "a valid API key is needed: Authorization: Bearer <key>"
 _PREFLIGHT_AGE_S = 600
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

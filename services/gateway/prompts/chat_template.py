@@ -123,9 +123,10 @@ class ChatTemplate:
     def takes_late_system(self) -> bool:
         """Tells whether later system messages than the first are rendered."""
         user, first, late = (
-            {"role": "user", "content": "u"}, {"role": "system", "content": "f"},
+            {"role": "user", "content": "u"},
+            {"role": "system", "content": "f"},
             {"role": "system", "content": _PROBE},
-        )  # fmt: skip
+        )
         probes = (first, late, user), (user, late, user)
         return all(_PROBE in "".join(p for p, _ in self.probed(*probe)) for probe in probes)
 

@@ -120,7 +120,7 @@ REFUSED = {
     "nothing": b"",
     "the magic alone": b"\x93NUMPY",
     "a picture": b"\x89PNG\r\n\x1a\n" + bytes(100),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("data", REFUSED.values(), ids=REFUSED.keys())

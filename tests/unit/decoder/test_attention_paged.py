@@ -132,7 +132,7 @@ PROMPTS = [(1008, 0)] * 8
         (50, [(1008, 1000)] * 8, False, (OURS, "chunks")),
         (300, [(2, 0)] * 3000, False, (OURS, LIST)),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 8), (64, 8), (28, 4), (8, 8)])
 def test_what_a_step_uses_on_hopper(
     heads: int,

@@ -259,7 +259,7 @@ def test_frames_that_cannot_be_decoded_are_the_ones_before() -> None:
         (b"FLV\x01\x05\0\0\0\x09" + bytes(20), "truncated or corrupt"),
         (b"OggS" + bytes(64), "truncated or corrupt"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_video_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(InvalidVideo, match=message):
         facts_of(data)

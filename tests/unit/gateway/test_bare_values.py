@@ -131,7 +131,7 @@ REFUSED = {
     ".maxProperties": object_of("", a=INT, b=INT) | {"maxProperties": 1},
     ".required[0]": object_of("b", a=INT),
     ".properties.a.$ref": of({"$ref": "http://elsewhere/"}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,7 @@ def test_grammar(fields, kind, text, param):
             "structured_outputs",
         ),
     ],
-)  # fmt: skip
+)
 def test_refused(fields, param):
     with pytest.raises(InvalidRequest) as refused:
         grammar_of(**fields)

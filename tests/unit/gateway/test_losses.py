@@ -217,7 +217,7 @@ async def ask(world: World, num_images: int = 1, **options: float) -> list[int] 
         deadline=1e12,
         timings=Timings(),
         encode_sources=[None] * num_images,
-    )  # fmt: skip
+    )
     encoders: Any = Encoders(world)
     decoders: Any = Decoders(world)
     world.attempts = attempts = Attempts(request, encoders, decoders, METRICS, 60.0, **options)

@@ -14,7 +14,7 @@ from benchmarks.simulation.policies import (
     encoder_policy,
     shipped,
     split,
-)  # fmt: skip
+)
 from benchmarks.simulation.requests import Request
 from benchmarks.simulation.results import simulate
 from benchmarks.simulation.stages import H200_2B
