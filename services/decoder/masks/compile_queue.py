@@ -42,14 +42,14 @@ class CompileJob:
 class CompileQueue:
     """Orders jobs by weighted fair queueing among tenants, whose unit is the CPU second.
 
-    The cost of a job is known when the job is done. Only then does the tenant's next job get its
-    place, after all the CPU time that the tenant has used. Jobs of one tenant stay in order.
+    The cost of a job is known when the job is done. The tenant's next job then has its place after
+    all the CPU time that the tenant has used. Jobs of one tenant stay in order.
     """
 
     def __init__(self) -> None:
         self._order = FairOrder()
-        self._jobs: dict[str, deque[CompileJob]] = {}  # by tenant, never empty
-        self._places: dict[str, float] = {}  # place of each tenant's first job
+        # By tenant, never empty. Of tenants with the same place, the first has its turn.
+        self._jobs: dict[str, deque[CompileJob]] = {}
         self._num_jobs = 0
 
     def __len__(self) -> int:
@@ -66,19 +66,18 @@ class CompileQueue:
             raise Overloaded("too many grammars wait to be compiled", retry_after_s=2)
         self._jobs.setdefault(job.tenant, deque()).append(job)
         self._num_jobs += 1
-        self._place(job.tenant)
 
     def take(self) -> CompileJob:
         """Removes and returns the job whose turn it is. The queue must not be empty, and the job
         taken before must have been charged.
         """
-        tenant = min(self._places, key=self._places.__getitem__)
-        self._order.served(self._places.pop(tenant))
-        jobs = self._jobs[tenant]
+        tenant = min(self._jobs, key=self._order.start)
+        self._order.served(self._order.start(tenant))
+        jobs = self._jobs.pop(tenant)
         job = jobs.popleft()
         self._num_jobs -= 1
-        if not jobs:
-            del self._jobs[tenant]
+        if jobs:
+            self._jobs[tenant] = jobs  # behind the other tenants
         return job
 
     def charge(self, tenant: str, cpu_s: float) -> None:
@@ -88,11 +87,4 @@ class CompileQueue:
             tenant: tenant of the job.
             cpu_s: CPU seconds that the job has taken.
         """
-        self._order.place(tenant, cost=cpu_s)
-        if tenant in self._jobs:
-            self._places.pop(tenant, None)
-            self._place(tenant)
-
-    def _place(self, tenant: str) -> None:
-        if tenant not in self._places:
-            self._places[tenant] = self._order.place(tenant, cost=0.0)
+        self._order.charge(tenant, self._order.now, cost=cpu_s)
