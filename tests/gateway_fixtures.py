@@ -10,6 +10,7 @@ from PIL import Image
 from starlette.routing import Route
 
 from services.gateway.endpoints.surfaces import create_routes
+from services.gateway.endpoints.tokenization import TokenizerInfo
 from services.gateway.metrics import GatewayMetrics
 from tests.gateway_stack import GatewayStack, LoopThread
 
@@ -92,4 +93,5 @@ def asking(*urls: str, text: str = "what?") -> list[dict]:
 def all_routes(model_directory: Path | None) -> list[Route]:
     """A gateway's routes, to be looked at: what they call is not there."""
     metrics = GatewayMetrics()
-    return create_routes(None, None, metrics, model_directory, None)
+    tokenizer = None if model_directory is None else TokenizerInfo(model_directory, "")
+    return create_routes(None, None, metrics, tokenizer, None)

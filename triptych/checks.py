@@ -72,8 +72,13 @@ def check_devices(devices: Sequence[str], gpus: int, environment: Mapping[str, s
         )
 
 
-def check_files(spec: ModelSpec, load_format: str) -> Checkpoint | None:
+def check_files(
+    spec: ModelSpec, load_format: str, template: Path | None = None
+) -> Checkpoint | None:
     """Checks that the model has a tokenizer, a chat template and weights.
+
+    Args:
+        template: file with a chat template that is used instead of the model's.
 
     Returns:
         Sizes of the weights. None if random weights are used.
@@ -86,13 +91,16 @@ def check_files(spec: ModelSpec, load_format: str) -> Checkpoint | None:
         other = [n for n in ("tokenizer.model", "vocab.json") if (directory / n).is_file()]
         have = f" ({other[0]} is not supported)" if other else ""
         raise StackError(f"no tokenizer at {directory}: it has no tokenizer.json{have}", 2)
-    if not any((directory / n).is_file() for n in ("chat_template.jinja", "chat_template.json")):
+    if template is not None:
+        if not template.is_file():
+            raise StackError(f"--chat-template: there is no file {template}", 2)
+    elif not any((directory / n).is_file() for n in ("chat_template.jinja", "chat_template.json")):
         config = directory / "tokenizer_config.json"
         if not (config.is_file() and "chat_template" in config.read_text(errors="replace")):
             raise StackError(
                 f"no chat template at {directory}: it has no chat_template.jinja, and no "
                 "chat_template in tokenizer_config.json (a base model has none: copy the file from "
-                "the instruction-tuned model)",
+                "the instruction-tuned model, or give one with --chat-template)",
                 2,
             )
     return None if load_format == "dummy" else read_checkpoint(spec)

@@ -45,7 +45,6 @@ _ELSEWHERE = {
     "--return-tokens-as-token-ids": "set return_tokens_as_token_ids in the request",
     "--enable-force-include-usage": "set stream_options.include_usage in the request",
     "--tokenizer": "the tokenizer of the model is used",
-    "--chat-template": "the chat template of the model is used",
 }
 
 
@@ -144,8 +143,24 @@ def _add_model_options(serve: argparse.ArgumentParser) -> None:
     once("model", nargs="?", type=Path, metavar=kind, help=what)
     once("--model", dest="model_option", type=Path, metavar=kind, help="the same")
     model("--revision", help="branch, tag or commit of a model on the hub; pin a commit")
-    name = "name of the model in requests; default: its name on the hub, or the directory's"
-    model("--served-model-name", dest="served_name", metavar="NAME", help=name)
+    name = (
+        "names of the model in requests, of which answers have the first; default: its name on the "
+        "hub, or the directory's"
+    )
+    model("--served-model-name", dest="served_names", nargs="+", metavar="NAME", help=name)
+    template = "file with a chat template (Jinja) to use instead of the checkpoint's"
+    model("--chat-template", type=Path, metavar="FILE", help=template)
+    kwargs = (
+        "template variables for requests that do not set them, for instance "
+        "'{\"enable_thinking\": false}'"
+    )
+    option = "--default-chat-template-kwargs"
+    model(option, dest="template_defaults", metavar="JSON", help=kwargs)
+    generation = (
+        "entries that replace those of the checkpoint's generation_config.json, for instance "
+        "'{\"temperature\": 0.2}'"
+    )
+    model("--override-generation-config", dest="generation", metavar="JSON", help=generation)
     dtypes = ("auto", "float32", "bfloat16", "float16")
     dtype = "data type of weights and caches; auto: bfloat16 on a GPU, float32 on a CPU"
     model("--dtype", choices=dtypes, help=dtype)

@@ -31,8 +31,11 @@ class ServeOptions:
         decoders: number of decoders. None if the layout decides.
         tensor_parallel: number of cards of each decoder.
         grpc: connections between the services: `unix` or `tcp`.
-        served_name: name of the model in requests. Defaults to its name on the hub, or else to the
-            name of the directory.
+        served_names: names of the model in requests; answers have the first. Defaults to its name
+            on the hub, or else to the name of the directory.
+        chat_template: file with a chat template instead of the checkpoint's.
+        template_defaults: JSON object of template variables for requests that do not set them.
+        generation: JSON object whose entries replace those of generation_config.json.
         hub_name: name of the model on the hub. None if the model is a directory.
         memory_share: share of each card's memory to use.
         log_level: lowest level of the services' records that is shown.
@@ -60,7 +63,10 @@ class ServeOptions:
     tensor_parallel: int | None = None
     redis_url: str | None = None
     grpc: str = "unix"
-    served_name: str | None = None
+    served_names: list[str] | None = None
+    chat_template: Path | None = None
+    template_defaults: str | None = None
+    generation: str | None = None
     hub_name: str | None = None
     api_key: str | None = None
     log_level: str = "WARNING"

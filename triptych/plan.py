@@ -41,6 +41,9 @@ _WILDCARDS = {"0.0.0.0": LOOPBACK, "": LOOPBACK, "::": "::1"}
 # Option that overrides a variable. Other overridden variables are chosen by the plan itself.
 _OPTIONS = {
     "SERVED_MODEL_NAME": "--served-model-name",
+    "CHAT_TEMPLATE": "--chat-template",
+    "DEFAULT_CHAT_TEMPLATE_KWARGS": "--default-chat-template-kwargs",
+    "OVERRIDE_GENERATION_CONFIG": "--override-generation-config",
     "API_KEYS": "--api-key",
     "DTYPE": "--dtype",
     "LOAD_FORMAT": "--load-format",
@@ -181,7 +184,7 @@ def plan_stack(
     wanted = _port(options, environment)
     _check_keys(options, environment, host, wanted)
     encoders, decoders, layout = _places(options, spec, environment, cpus, fits_beside)
-    name = _model_name(options, environment)
+    names = _model_names(options, environment)
     with contextlib.closing(Ports()) as ports:
         port = ports.claim(host, wanted)
         metrics_port = ports.claim(options.metrics_host, options.metrics_port)
@@ -189,7 +192,8 @@ def plan_stack(
         common = {
             "MODEL": str(options.model.resolve()),
             "HOST": host,
-            "SERVED_MODEL_NAME": name,
+            "SERVED_MODEL_NAME": names,
+            **_server_defaults(options),
             "ENCODER_ADDRESSES": _addresses(engines, "encoder"),
             "DECODER_ADDRESSES": _addresses(engines, "decoder"),
             **_token(links),
@@ -204,7 +208,7 @@ def plan_stack(
     notes = dict.fromkeys(note for service in services for note in service.notes(environment))
     return Plan(
         url=f"http://{_bracketed(client_host)}:{port}",
-        model_name=name,
+        model_name=names.partition(",")[0],
         children=[service.spec(client_host) for service in services],
         metrics_urls={
             s.name: s.metrics_url for s in services if s.variables["METRICS_PORT"] != "0"
@@ -253,9 +257,22 @@ def _check_keys(
     )
 
 
-def _model_name(options: ServeOptions, environment: Mapping[str, str]) -> str:
-    given = options.served_name or environment.get("GATEWAY_SERVED_MODEL_NAME")
-    if given:
+def _server_defaults(options: ServeOptions) -> dict[str, str]:
+    """Returns the gateway's variables for the options that change the defaults of requests."""
+    template = options.chat_template
+    given = {
+        "CHAT_TEMPLATE": None if template is None else str(template.resolve()),
+        "DEFAULT_CHAT_TEMPLATE_KWARGS": options.template_defaults,
+        "OVERRIDE_GENERATION_CONFIG": options.generation,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _model_names(options: ServeOptions, environment: Mapping[str, str]) -> str:
+    """Returns the comma-separated names of the model in requests."""
+    if options.served_names:
+        return ",".join(options.served_names)
+    if given := environment.get("GATEWAY_SERVED_MODEL_NAME"):
         return given
     is_demo = options.model.resolve() == DEMONSTRATION_MODEL
     return options.hub_name or ("triptych-demo" if is_demo else options.model.resolve().name)

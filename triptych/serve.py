@@ -111,7 +111,9 @@ def prepare(
     wanted = devices if spec.vision is not None else devices[1:]
     checks.check_devices(wanted, gpus, environment)
     load_format = options.load_format or environment.get("DECODER_LOAD_FORMAT", "auto")
-    checkpoint = checks.check_files(spec, load_format)
+    given = environment.get("GATEWAY_CHAT_TEMPLATE")
+    template = options.chat_template or (Path(given) if given else None)
+    checkpoint = checks.check_files(spec, load_format, template)
     length = options.max_model_len or checks.number(environment, "DECODER_MAX_MODEL_LEN")
     checks.check_length(spec, length)
     own_redis, redis = None, _given_redis(options.redis_url, environment)

@@ -14,7 +14,8 @@ from starlette.types import ASGIApp
 
 from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.families import read_spec
-from services.common.model_spec import ModelSpec
+from services.common.model_spec import ModelSpec, ModelSpecError
+from services.common.pb.decoder_pb2 import SamplingParams
 from services.common.process.pod_limits import memory_limit_bytes
 from services.common.security.credentials import Credentials
 from services.common.settings import SettingsError
@@ -27,6 +28,7 @@ from services.gateway.clients.pods import PodDialer, PodTimes
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.clients.uploads import Uploads
 from services.gateway.endpoints.surfaces import create_routes
+from services.gateway.endpoints.tokenization import TokenizerInfo
 from services.gateway.entry_store import MAX_BYTES, MAX_TENANT_BYTES, EntryStore, MemoryEntryStore
 from services.gateway.http.middleware import Middleware, with_cors
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
@@ -44,7 +46,7 @@ from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.redis_entry_store import RedisEntryStore
 from services.gateway.request.chat import ChatService
 from services.gateway.request.drafts import DraftReader
-from services.gateway.request.sampling import SamplingReader, model_defaults
+from services.gateway.request.sampling import SamplingReader, check_overrides, model_defaults
 from services.gateway.settings import GatewaySettings
 from services.gateway.tenancy.admission import Admission, largest_body, max_held_bytes
 from services.gateway.tenancy.leases import Leases
@@ -93,7 +95,7 @@ def create_gateway(
             f"GATEWAY_ENCODER_ADDRESSES: needed, because {spec.architecture} takes images"
         )
     tokenizer = ModelTokenizer.from_directory(spec.directory)
-    template = ChatTemplate.from_directory(spec.directory, tokenizer.added)
+    template = _template(settings, spec, tokenizer)
     metrics = GatewayMetrics()
     leases = _leases(settings, metrics)
     kept, held_bytes = _kept(settings, max_held_bytes(memory_bytes or memory_limit_bytes()))
@@ -115,16 +117,16 @@ def create_gateway(
             videos = VideoReader(loader, spec.vision.video, bounds, encoders)
     parsers = WorkerThreads(1, "parse")
     prompts = PromptBuilder(spec, tokenizer, template)
-    conversations = ConversationReader(spec, tokenizer, template, bounds)
+    conversations = _conversations(settings, spec, tokenizer, template, bounds)
     service = ChatService(
-        model_name=settings.served_model_name or spec.name,
+        model_names=_names(settings, spec),
         tokenizer=tokenizer,
         drafts=DraftReader(conversations, prompts, tokenizer),
         prompts=prompts,
         answers=AnswerReader(spec, tokenizer, template.source, parsers),
         images=images,
         videos=videos,
-        sampling=SamplingReader(tokenizer, model_defaults(spec)),
+        sampling=SamplingReader(tokenizer, _sampling_defaults(settings, spec)),
         encoders=encoders,
         decoders=decoders,
         metrics=metrics,
@@ -133,7 +135,8 @@ def create_gateway(
         ignores_unknown_fields=settings.unknown_fields == "ignore",
     )
 
-    routes = create_routes(service, admission, metrics, spec.directory, kept, settings.others)
+    info = TokenizerInfo(spec.directory, template.source)
+    routes = create_routes(service, admission, metrics, info, kept, settings.others)
     # msgspec checks requests, and `openapi` describes them from the same types, so FastAPI's own
     # validation and document are not used.
     router = APIRouter(lifespan=lambda _: _running(service, leases, web, loader, kept))
@@ -160,6 +163,46 @@ async def _running(
         web.close()
         loader.close()
         await kept.close()
+
+
+def _names(settings: GatewaySettings, spec: ModelSpec) -> tuple[str, ...]:
+    """Returns the names of the model in requests. Answers have the first."""
+    return settings.served_names or (spec.name,)
+
+
+def _template(
+    settings: GatewaySettings, spec: ModelSpec, tokenizer: ModelTokenizer
+) -> ChatTemplate:
+    file = settings.chat_template
+    try:
+        return ChatTemplate.from_directory(spec.directory, tokenizer.added, file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"GATEWAY_CHAT_TEMPLATE: cannot read {file}: {error}") from None
+    except ModelSpecError as error:
+        if file is None:
+            raise
+        raise SettingsError(f"GATEWAY_CHAT_TEMPLATE: {file}: {error}") from None
+
+
+def _conversations(
+    settings: GatewaySettings,
+    spec: ModelSpec,
+    tokenizer: ModelTokenizer,
+    template: ChatTemplate,
+    bounds: Bounds,
+) -> ConversationReader:
+    try:
+        return ConversationReader(spec, tokenizer, template, bounds, settings.template_defaults)
+    except ValueError as error:
+        raise SettingsError(f"GATEWAY_DEFAULT_CHAT_TEMPLATE_KWARGS: {error}") from None
+
+
+def _sampling_defaults(settings: GatewaySettings, spec: ModelSpec) -> SamplingParams:
+    try:
+        check_overrides(settings.generation_overrides)
+    except ValueError as error:
+        raise SettingsError(f"GATEWAY_OVERRIDE_GENERATION_CONFIG: {error}") from None
+    return model_defaults(spec, settings.generation_overrides)
 
 
 def _same_site(settings: GatewaySettings, *, needs_key: bool) -> SameSite | None:
@@ -245,6 +288,5 @@ def _pools(
     metrics.healthy_pods.labels("decoder").set_function(lambda: len(decoders.healthy()))
     if spec.vision is not None:
         metrics.healthy_pods.labels("encoder").set_function(lambda: len(encoders.healthy()))
-    name = settings.served_model_name or spec.name
-    metrics.registry.register(PickerGauges(name, decoders))
+    metrics.registry.register(PickerGauges(_names(settings, spec)[0], decoders))
     return encoders, decoders

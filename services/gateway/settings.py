@@ -4,9 +4,10 @@
 `SettingsError`.
 """
 
+import json
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, SecretStr, field_validator
 
@@ -33,7 +34,13 @@ class GatewaySettings(PeerSettings):
         port: HTTP port.
         metrics_port: of Prometheus; 0: no endpoint.
         model: checkpoint directory; its JSON files and its chat template are read.
-        served_model_name: what requests call the model; default: the directory's name.
+        served_model_name: comma-separated names by which requests may call the model; answers have
+            the first. Default: the directory's name.
+        chat_template: file with a chat template (Jinja) instead of the checkpoint's.
+        default_chat_template_kwargs: JSON object of template variables for requests that do not set
+            them, for instance `{"enable_thinking": false}`.
+        override_generation_config: JSON object whose entries replace those of the checkpoint's
+            `generation_config.json`, for instance `{"temperature": 0.2, "max_new_tokens": 2048}`.
         encoder_addresses: comma-separated `host:port` or `unix:path`, or `dns:///name:port`
             (`dns:name:port`), which is resolved periodically into one address per pod. Not used if
             the model takes text alone.
@@ -77,7 +84,10 @@ class GatewaySettings(PeerSettings):
     port: Port = 8000
     metrics_port: Port = 9103
     model: Path
-    served_model_name: Annotated[str, Field(max_length=256)] = ""
+    served_model_name: Annotated[str, Field(max_length=4096)] = ""
+    chat_template: Path | None = None
+    default_chat_template_kwargs: str = ""
+    override_generation_config: str = ""
     encoder_addresses: str = ""
     decoder_addresses: Annotated[str, Field(min_length=1)]
     request_timeout_s: Annotated[float, Field(gt=0)] = 300.0
@@ -107,6 +117,21 @@ class GatewaySettings(PeerSettings):
             max_source_pixels=self.max_image_pixels,
             max_videos_per_request=self.max_videos,
         )
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names of the model in requests, without repetitions. Empty if there is no setting."""
+        return tuple(dict.fromkeys(split_list(self.served_model_name)))
+
+    @property
+    def template_defaults(self) -> dict[str, Any]:
+        """Template variables for requests that do not set them."""
+        return _json_object(self.default_chat_template_kwargs)
+
+    @property
+    def generation_overrides(self) -> dict[str, Any]:
+        """Entries that replace those of `generation_config.json`."""
+        return _json_object(self.override_generation_config)
 
     @property
     def encoders(self) -> tuple[str, ...]:
@@ -156,6 +181,12 @@ class GatewaySettings(PeerSettings):
         """Whether image URLs may reach private and loopback addresses."""
         return _PRIVATE in split_list(self.allowed_media)
 
+    @field_validator("default_chat_template_kwargs", "override_generation_config")
+    @classmethod
+    def _is_json_object(cls, value: str) -> str:
+        _json_object(value)
+        return value
+
     @field_validator("api_keys")
     @classmethod
     def _has_one_file(cls, value: SecretStr) -> SecretStr:
@@ -178,6 +209,21 @@ class GatewaySettings(PeerSettings):
         if len(places) > 1 or not all(place.startswith("/") for place in places):
             raise ValueError(f"is one absolute directory, `{_PRIVATE}`, or both")
         return value
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Parses a JSON object. An empty text is an empty object.
+
+    Raises:
+        ValueError: the text is not a JSON object.
+    """
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError('is not a JSON object, such as {"name": 1}')
+    return cast("dict[str, Any]", value)
 
 
 def _is_origin(site: str) -> bool:

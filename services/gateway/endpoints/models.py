@@ -77,30 +77,32 @@ class ModelRoutes:
     _silent: set[str] = field(default_factory=set[str])  # URLs of gateways that do not answer
 
     async def models(self, request: Request) -> Response:
-        """Lists all models. This gateway's is the first one."""
+        """Lists all models. The names of this gateway's model come first."""
         others = await self._of_others(request)
-        found = [self._own(), *(raw for name, raw in others.items() if name != self._own().id)]
+        own = self._service.model_names
+        found = [*map(self._own, own), *(raw for name, raw in others.items() if name not in own)]
         return JsonResponse({"object": "list", "data": found})
 
     async def model(self, request: Request) -> Response:
         """Describes one model."""
         name: str = request.path_params["name"]
-        if name != self._service.model_name:
+        if name not in self._service.model_names:
             others = await self._of_others(request)
             if name in others:
                 return Response(bytes(others[name]), media_type="application/json")
         self._service.check_model(name)
-        return JsonResponse(self._own())
+        return JsonResponse(self._own(name))
 
-    def _own(self) -> ModelCard:
+    def _own(self, name: str) -> ModelCard:
+        """Describes this gateway's model under one of its names."""
         service = self._service
         return ModelCard(
-            service.model_name,
+            name,
             self._created,
             service.max_model_len(),
             service.input_modalities,
             root=service.model_name,
-            display_name=service.model_name,
+            display_name=name,
             created_at=datetime.fromtimestamp(self._created, UTC),
         )
 

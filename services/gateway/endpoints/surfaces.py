@@ -7,7 +7,6 @@ A new path is a handler in a file of its own and a line here. Handlers translate
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from starlette.routing import Route
 
@@ -20,7 +19,12 @@ from services.gateway.endpoints.pages import page_routes
 from services.gateway.endpoints.responses_endpoint import responses
 from services.gateway.endpoints.stored_responses import StoredResponses
 from services.gateway.endpoints.text_completions_endpoint import text_completions
-from services.gateway.endpoints.tokenization import detokenize, tokenize, tokenizer_info
+from services.gateway.endpoints.tokenization import (
+    TokenizerInfo,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
 from services.gateway.endpoints.upload_routes import TYPES as UPLOAD_TYPES
 from services.gateway.endpoints.upload_routes import delete_upload, upload
 from services.gateway.entry_store import EntryStore
@@ -33,7 +37,7 @@ def create_routes(
     service: ChatService,
     admission: Admission,
     metrics: GatewayMetrics,
-    model_directory: Path,
+    tokenizer: TokenizerInfo,
     kept: EntryStore,
     other_gateways: Sequence[str] = (),
 ) -> list[Route]:
@@ -44,7 +48,7 @@ def create_routes(
         service: service that prepares and answers chat requests.
         admission: owner of the admission slots.
         metrics: metrics of the gateway.
-        model_directory: directory of the model's tokenizer and chat template.
+        tokenizer: description of the model's tokenizer.
         kept: store of the responses that later requests continue.
         other_gateways: URLs of gateways whose models `/v1/models` lists, too.
     """
@@ -68,7 +72,7 @@ def create_routes(
         Route("/v1/messages/count_tokens", utility(count_tokens), methods=["POST"]),
         Route("/tokenize", utility(tokenize), methods=["POST"]),
         Route("/detokenize", utility(detokenize), methods=["POST"]),
-        Route("/tokenizer_info", partial(tokenizer_info, service, model_directory)),
+        Route("/tokenizer_info", partial(tokenizer_info, service, tokenizer)),
         Route("/v1/responses/{name}", utility(answers.retrieve), methods=["GET"]),
         Route("/v1/responses/{name}", answers.delete, methods=["DELETE"]),
         Route("/v1/responses/{name}/cancel", answers.cancel, methods=["POST"]),

@@ -3,7 +3,8 @@
 The names and shapes are vLLM's. Errors are raised as `TriptychError`s.
 """
 
-from functools import cache
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,6 @@ from services.gateway.forms.responses import VideoUsage, encode_json
 from services.gateway.forms.tools import MAX_TOOLS, Tool
 from services.gateway.forms.video import MediaOptions
 from services.gateway.http.exchange import JsonResponse
-from services.gateway.prompts.chat_template import read_template
 from services.gateway.request.chat import ChatService
 from services.gateway.request.sampling import check_ids
 from services.gateway.tenancy.slot import Slot
@@ -144,14 +144,27 @@ async def detokenize(service: ChatService, request: Request, slot: Slot, body: B
     return await run(lambda: JsonResponse(DetokenizeResponse(text.decode(errors="replace"))))
 
 
-async def tokenizer_info(service: ChatService, directory: Path, request: Request) -> Response:
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """The answer of GET /tokenizer_info, which is encoded once.
+
+    Attributes:
+        directory: the checkpoint, whose tokenizer_config.json is shown.
+        template: source of the chat template that the gateway renders.
+    """
+
+    directory: Path
+    template: str
+
+    @cached_property
+    def body(self) -> bytes:
+        """JSON of tokenizer_config.json, with the chat template."""
+        path = self.directory / "tokenizer_config.json"
+        config: dict[str, Any] = read_json(path) if path.exists() else {}
+        return encode_json({**config, "chat_template": self.template})
+
+
+async def tokenizer_info(service: ChatService, info: TokenizerInfo, request: Request) -> Response:
     """tokenizer_config.json and the chat template."""
-    info = await service.parsers.run(_tokenizer_info, directory)
-    return Response(info, media_type="application/json")
-
-
-@cache
-def _tokenizer_info(directory: Path) -> bytes:
-    path = directory / "tokenizer_config.json"
-    config: dict[str, Any] = read_json(path) if path.exists() else {}
-    return encode_json({**config, "chat_template": read_template(directory)})
+    body = await service.parsers.run(lambda: info.body)
+    return Response(body, media_type="application/json")

@@ -138,13 +138,20 @@ class ChatTemplate:
             return []
 
     @classmethod
-    def from_directory(cls, directory: Path, added: Mapping[str, AddedToken]) -> "ChatTemplate":
+    def from_directory(
+        cls, directory: Path, added: Mapping[str, AddedToken], file: Path | None = None
+    ) -> "ChatTemplate":
         """Reads a checkpoint directory.
+
+        Args:
+            file: file with a template to use instead of the checkpoint's.
 
         Raises:
             ModelSpecError: the directory has no chat template, or the template is not valid.
+            OSError: `file` cannot be read.
         """
-        return cls(read_template(directory), read_special_tokens(directory), added)
+        source = read_template(directory) if file is None else file.read_text(encoding="utf-8")
+        return cls(source, read_special_tokens(directory), added)
 
     def render(self, conversation: Conversation) -> Iterator[tuple[str, bool]]:
         """Yields the prompt in pieces, in order.

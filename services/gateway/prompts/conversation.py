@@ -5,8 +5,8 @@ field that the model or its template does not take is an `InvalidRequest` with t
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from types import UnionType
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType, UnionType
 from typing import Any
 
 from services.common.errors import InvalidImage, InvalidRequest, InvalidVideo
@@ -43,6 +43,10 @@ class ConversationReader:
         spec: specification of the model.
         template: chat template of the model.
         bounds: bounds on the number of images and videos.
+        template_defaults: template variables for requests that do not set them.
+
+    Raises:
+        ValueError: the template has no such variable.
     """
 
     def __init__(
@@ -51,8 +55,15 @@ class ConversationReader:
         tokenizer: ModelTokenizer,
         template: ChatTemplate,
         bounds: Bounds,
+        template_defaults: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self._template = template
+        self._template_defaults = template_defaults
+        if unknown := sorted(template_defaults.keys() - template.variables):
+            known = ", ".join(sorted(template.variables)) or "none"
+            raise ValueError(
+                f"the chat template has no variable {unknown[0]!r} to set; it has: {known}"
+            )
         self._bounds = bounds
         self._no_videos = "" if spec.vision is None or spec.vision.video else spec.vision.no_video
         self._thinks = spec.conversation.thinks and CLOSE in template.source
@@ -105,9 +116,13 @@ class ConversationReader:
         )
 
     def _options(self, request: ChatRequest) -> dict[str, object]:
-        """Returns the variables for the template: the entries of `chat_template_kwargs`, and the
-        template's variable for thinking, if another field of the request sets it.
+        """Returns the variables for the template: the server's defaults, replaced by the entries of
+        `chat_template_kwargs`, and by the template's variable for thinking if another field of the
+        request sets it.
         """
+        return {**self._template_defaults, **self._own_options(request)}
+
+    def _own_options(self, request: ChatRequest) -> dict[str, object]:
         variables = self._template.variables
         options: dict[str, object] = {}
         for name, value in (request.chat_template_kwargs or {}).items():

@@ -6,7 +6,7 @@ encoder and a decoder, and yields `Update`s: new text, tokens or tool calls of o
 handlers in `endpoints/` call both methods and speak HTTP. Both methods raise `TriptychError`s.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ class ChatService:
     """The parts of the gateway that serve a request. `create_gateway` makes the only instance.
 
     Attributes:
-        model_name: name of the served model.
+        model_names: names by which requests may call the model. Answers have the first.
         drafts: maker of a draft, which is the tokenized prompt before its images are loaded.
         prompts: maker of the prompt from its draft and its images.
         answers: reader of the answer's format: whether the answer begins with reasoning, which tool
@@ -55,7 +55,7 @@ class ChatService:
         ignores_unknown_fields: True if unknown fields of bodies are ignored instead of refused.
     """
 
-    model_name: str
+    model_names: Sequence[str]
     tokenizer: ModelTokenizer
     drafts: DraftReader
     prompts: PromptBuilder
@@ -210,6 +210,11 @@ class ChatService:
         )
 
     @property
+    def model_name(self) -> str:
+        """Name of the model in answers."""
+        return self.model_names[0]
+
+    @property
     def input_modalities(self) -> list[str]:
         """Modalities that messages may contain: `text`, and `image` and `video` for models that
         take them.
@@ -238,7 +243,7 @@ class ChatService:
         Raises:
             ModelNotFound: the request names a model that is not served.
         """
-        if name is not None and name != self.model_name:
+        if name is not None and name not in self.model_names:
             raise ModelNotFound(f"the model {name[:100]!r} does not exist", param="model")
 
     def max_model_len(self) -> int | None:

@@ -7,7 +7,10 @@ the context are an `InvalidRequest`. The bounds of single fields are checked in 
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.model_spec import ModelSpec
@@ -26,16 +29,20 @@ _NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _SEED_MASK = (1 << 64) - 1
 _MAX_CACHED_WORDS = 1024
 
 
-def model_defaults(spec: ModelSpec) -> SamplingParams:
+def model_defaults(spec: ModelSpec, overrides: Mapping[str, Any] = _NOTHING) -> SamplingParams:
     """Returns the values of fields that a request leaves out, from generation_config.json.
 
     `do_sample: false` there means greedy sampling. The stop tokens are the model's end tokens.
+
+    Args:
+        overrides: entries that replace those of the file, see `check_overrides`.
     """
-    config: Mapping[str, Any] = spec.generation
+    config: Mapping[str, Any] = {**spec.generation, **overrides}
     defaults = SamplingParams(
         temperature=1.0,
         top_p=1.0,
@@ -49,6 +56,25 @@ def model_defaults(spec: ModelSpec) -> SamplingParams:
     if config.get("do_sample") is False or config.get("temperature") == 0:
         defaults.temperature = 0.0
     return defaults
+
+
+def check_overrides(overrides: Mapping[str, Any]) -> None:
+    """Checks entries that are to replace those of generation_config.json.
+
+    Raises:
+        ValueError: an entry has no effect on sampling here, or its value is one that requests may
+            not have.
+    """
+    fields = {field.name: field.type for field in msgspec.structs.fields(ChatRequest)}
+    known = {"do_sample": bool, "max_new_tokens": fields["max_tokens"], "top_k": fields["top_k"]}
+    known |= {name: fields[name] for name in _NUMBERS}
+    for name, value in overrides.items():
+        if name not in known:
+            raise ValueError(f"{name} cannot be overridden; these can: {', '.join(sorted(known))}")
+        try:
+            msgspec.convert(value, known[name])
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name}: {error}") from None
 
 
 class SamplingReader:

@@ -25,16 +25,18 @@ def test_every_option_arrives() -> None:
     words = (
         "/m --host 0.0.0.0 --port 9 --device cuda:1 --encoder-device cpu "
         "--decoder-device cuda:0 --dtype float16 --load-format dummy --gateways 4 --encoders 2 "
-        "--decoders 3 --redis-url redis://r:1/2 --grpc tcp --served-model-name m --api-key k "
+        "--decoders 3 --redis-url redis://r:1/2 --grpc tcp --served-model-name m m2 --api-key k "
         "--max-model-len 99 --gpu-memory-utilization 0.5 --max-num-seqs 8 "
-        "--metrics-host ::1 --metrics-port 7 --log-level debug --access-log --quantization fp8"
+        "--metrics-host ::1 --metrics-port 7 --log-level debug --access-log --quantization fp8 "
+        "--chat-template /t --default-chat-template-kwargs {} --override-generation-config {}"
     )
     assert served(*words.split()) == ServeOptions(
         model=Path("/m"), host="0.0.0.0", port=9, device="cuda:1", encoder_device="cpu",
         decoder_device="cuda:0", dtype="float16", load_format="dummy", gateways=4, encoders=2,
-        decoders=3, redis_url="redis://r:1/2", grpc="tcp", served_name="m", api_key="k",
+        decoders=3, redis_url="redis://r:1/2", grpc="tcp", served_names=["m", "m2"], api_key="k",
         max_model_len=99, memory_share=0.5, max_num_seqs=8, metrics_host="::1", metrics_port=7,
         log_level="DEBUG", access_log=True, quantization="fp8",
+        chat_template=Path("/t"), template_defaults="{}", generation="{}",
     )  # fmt: skip
 
 

@@ -229,7 +229,7 @@ def test_an_exported_variable_that_gives_way_is_named(model: Path, tmp_path: Pat
     }  # fmt: skip
     links = make_links("unix", tmp_path)
     made = planned(
-        model, REDIS, exported, links=links, device="cpu", dtype="float32", served_name="ours",
+        model, REDIS, exported, links=links, device="cpu", dtype="float32", served_names=["ours"],
         api_key="k",
     )  # fmt: skip
     assert made.notes == [
@@ -245,7 +245,7 @@ def test_an_exported_variable_that_gives_way_is_named(model: Path, tmp_path: Pat
 def test_options_reach_the_settings_that_they_are_named_after(model: Path) -> None:
     made = plan(
         model, {"CUDA_VISIBLE_DEVICES": "0"}, max_model_len=512, max_num_seqs=7, memory_share=0.5,
-        api_key="sk-x", served_name="m", host="0.0.0.0", access_log=True,
+        api_key="sk-x", served_names=["m"], host="0.0.0.0", access_log=True,
     )  # fmt: skip
     *_, decoder, gateway = made.children
     own = DecoderSettings.from_environment(decoder.environment)
