@@ -4,6 +4,7 @@ The noise of a machine only ever adds time, so the least of several rounds is wh
 a bound fails when no round keeps it. What must merely happen some time waits `PATIENCE_S`.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -29,6 +30,12 @@ async def async_least(measure: Callable[[], Awaitable[float]], bound_s: float) -
             break
         found = min(found, await measure())
     return found
+
+
+async def turns(count: int = 20) -> None:
+    """Lets the event loop run what it can run now, and what follows from that without waiting."""
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

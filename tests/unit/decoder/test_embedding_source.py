@@ -16,7 +16,7 @@ from services.decoder.images.embeddings import EmbeddingSource, ImageRequest
 from services.decoder.metrics import DecoderMetrics
 from tests.cases import cases
 from tests.fake_fetch import FAULTS, FakeFetchServicer, embedding_bytes, serve_fetch
-from tests.noise import PATIENCE_S
+from tests.noise import PATIENCE_S, turns
 
 PAGE = 4096
 KEYS = [bytes([n]) * 32 for n in range(8)]
@@ -327,12 +327,12 @@ async def test_without_room_sequences_wait_in_order():
             asyncio.create_task(want(0, 3, 4)),
             asyncio.create_task(want(1, 1)),  # there is room for this one, but another is first
         ]
-        await asyncio.sleep(0.02)
+        await turns()
         assert order == []
         first, second = world.held
         world.held = []
         world.source.release(second)
-        await asyncio.sleep(0.02)
+        await turns()
         assert order == []
         world.source.release(first)
         await until(lambda: order == [0])

@@ -88,10 +88,12 @@ def test_killed_encoder_costs_a_retry(pair):
     first.before = forever
     for decoder in pair.decoders:
         decoder.before = once(lambda: second.requests)
-    killer = threading.Timer(0.1, lambda: pair.thread.run(first.stop()))
-    killer.start()
-    assert answer(pair.chat(messages=asking(url))) == "A red circle."
-    killer.join()
+    first.requests.clear()
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(pair.chat, messages=asking(url))
+        pair.wait(lambda: first.requests)
+        pair.thread.run(first.stop())
+        assert answer(asked.result()) == "A red circle."
     assert len(second.requests) == 1
 
 
@@ -548,9 +550,9 @@ def test_choices_of_an_answer_are_of_one_checkpoint(pair, restart_as):
     async def lose_the_last_choice(submit):
         if len(first.submits) < 2 or submit.sequence_id != first.submits[1].sequence_id:
             return
-        while len(first.running) > 1:  # noqa: ASYNC110 - tasks of a fake
+        # Until the gateway has heard of the other's end.
+        while sum(pod.num_in_flight for pod in decoders.healthy()) > 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)  # the gateway has heard of the other's end
         for pod in decoders.healthy():
             pod.healthy = False  # until its next check
         raise Unavailable("shutting down")

@@ -18,7 +18,7 @@ from services.gateway.clients.sent_prompts import PromptChain
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.request.mailbox import Mailbox as RequestMailbox
 from tests.fakes import FakeDecoder, FakeEncoder
-from tests.noise import PATIENCE_S
+from tests.noise import PATIENCE_S, turns
 
 DIALER = PodDialer()
 NOTHING = PromptChain(np.zeros(0, np.int32), (), b"")
@@ -177,6 +177,12 @@ async def test_names_are_resolved_into_pods():
 async def test_a_pod_that_left_its_name_is_closed_when_it_has_nothing_to_do():
     """It terminates, or missed its readiness probes for a moment: its answers go on."""
     found, closed = ["10.0.0.1", "10.0.0.2"], []
+    num_lookups = 0
+
+    def look_up():
+        nonlocal num_lookups
+        num_lookups += 1
+        return found
 
     class Known(UnconnectedPod):
         connected = True
@@ -190,7 +196,7 @@ async def test_a_pod_that_left_its_name_is_closed_when_it_has_nothing_to_do():
     def healthy():
         return {pod.address for pod in known.healthy()}
 
-    known = pool_of(Known, "dns:///decoder:1", answer=lambda: found)
+    known = pool_of(Known, "dns:///decoder:1", answer=look_up)
     await known.start()
     await until(lambda: known.pods)
     pod = next(pod for pod in known.pods if pod.address == "10.0.0.1:1")
@@ -198,7 +204,8 @@ async def test_a_pod_that_left_its_name_is_closed_when_it_has_nothing_to_do():
     for _ in range(2):
         del found[0]
         await until(lambda: healthy() == {"10.0.0.2:1"})
-        await asyncio.sleep(0.05)
+        last = num_lookups + 3
+        await until(lambda last=last: num_lookups >= last)
         assert not closed
         found.insert(0, "10.0.0.1")
         await until(lambda: healthy() == {"10.0.0.1:1", "10.0.0.2:1"})
@@ -269,7 +276,10 @@ async def test_cancel_ends_the_sequence_and_its_events():
     pod.cancel(sequence_id)
     pod.cancel(sequence_id)
     await until(lambda: fake.cancelled == [sequence_id] and not fake.running)
-    await asyncio.sleep(0.03)
+    # The events of a later sequence come after all events of the cancelled one.
+    following = Mailbox()
+    pod.submit(submit(max_tokens=1), 1, following, NOTHING)
+    await take_all(following)
     assert not any(event.is_last for event in mailbox.received)
     await pool.close()
     await fake.stop()
@@ -445,7 +455,7 @@ async def test_an_encoder_that_fails_a_health_check_has_a_last_word():
     while not fake.requests:  # noqa: ASYNC110 - a list of a fake
         await asyncio.sleep(0.001)
     await pod.disconnect("it does not answer")
-    await asyncio.sleep(0.01)
+    await turns()
     assert not call.done()
     may_answer.set()
     with pytest.raises(EngineLost):
@@ -463,8 +473,8 @@ async def test_an_error_after_the_caller_was_cancelled_is_not_reported_as_unretr
     async def cancel_as_it_fails():
         answer = asyncio.get_running_loop().create_future()
         pod._encode = lambda request, **_: answer
-        asked = asyncio.ensure_future(pod.encode(encode_request(), 1.0))
-        await asyncio.sleep(0.01)
+        asked = asyncio.ensure_future(pod.encode(encode_request(), PATIENCE_S))
+        await turns()
         answer.set_exception(Unavailable("gone"))
         await asyncio.sleep(0)  # it has failed, and the caller has not run yet
         asked.cancel()

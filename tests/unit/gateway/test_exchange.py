@@ -6,6 +6,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from services.gateway.http.exchange import Exchange
+from tests.noise import PATIENCE_S, turns
 
 
 class Connection:
@@ -35,9 +36,9 @@ async def exchange(connection: Connection) -> Exchange:
 
 async def test_nobody_watches_on_after_the_end(exchange, connection):
     with exchange.while_connected():
-        await asyncio.sleep(0.01)
+        await turns()
     connection.gone.set()
-    await asyncio.sleep(0.01)
+    await turns()
     assert len(asyncio.all_tasks()) == 1
 
 
@@ -47,16 +48,16 @@ async def test_a_client_that_goes_ends_what_runs_for_it(exchange, connection):
     async def serve() -> None:
         try:
             connection.gone.set()
-            await asyncio.sleep(10)
+            await asyncio.sleep(PATIENCE_S)
         finally:
-            await asyncio.sleep(0.01)
+            await turns()
             steps.append("ended")
 
-    async with asyncio.timeout(5):  # is not taken for the client
+    async with asyncio.timeout(PATIENCE_S):  # is not taken for the client
         with pytest.raises(ClientDisconnect), exchange.while_connected():
             await serve()
         assert steps == ["ended"]
-        await asyncio.sleep(0.01)  # the task itself goes on
+        await turns()  # the task itself goes on
 
 
 async def test_a_client_that_goes_after_the_last_byte_ends_nothing(exchange, connection):
@@ -64,7 +65,7 @@ async def test_a_client_that_goes_after_the_last_byte_ends_nothing(exchange, con
     with exchange.while_connected():
         exchange.finished = True
         connection.gone.set()
-        await asyncio.sleep(0.01)
+        await turns()
         ended = True
     assert ended
 
@@ -72,10 +73,10 @@ async def test_a_client_that_goes_after_the_last_byte_ends_nothing(exchange, con
 async def test_a_cancellation_of_the_server_stays_one(exchange):
     async def serve() -> None:
         with exchange.while_connected():
-            await asyncio.sleep(10)
+            await asyncio.sleep(PATIENCE_S)
 
     request = asyncio.create_task(serve())
-    await asyncio.sleep(0.01)
+    await turns()
     request.cancel()
     with pytest.raises(asyncio.CancelledError):
         await request
@@ -86,6 +87,6 @@ async def test_a_timeout_that_comes_with_the_disconnect_stays_outside(exchange, 
         async with asyncio.timeout(0):
             with exchange.while_connected():
                 connection.gone.set()
-                await asyncio.sleep(10)
+                await asyncio.sleep(PATIENCE_S)
     current = asyncio.current_task()
     assert current is not None and not current.cancelling()

@@ -1,19 +1,14 @@
 """Metrics of all processes on one port, and the line about them."""
 
 import asyncio
-import socket
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
+from tests.ports import free_port
 from triptych.stats import Reading, Scraper, line, report_stopping, report_throughput, serve_metrics
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return held.getsockname()[1]
 
 
 class Process:
