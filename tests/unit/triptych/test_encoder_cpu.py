@@ -122,7 +122,7 @@ def test_an_encoder_is_found_by_its_command_lines() -> None:
     assert found[index + 1].pid != process.pid
 
 
-@pytest.mark.parametrize("pids", ["1", "1,x", "1,2,3", f"{os.getpid()},999999999"])
+@pytest.mark.parametrize("pids", ["1", "1,x", "1,2,3", "1,999999999"])
 def test_invalid_process_ids_are_refused(pids: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert encoder_cpu.main(["--pids", pids]) == 2
     assert "--pids" in capsys.readouterr().err
