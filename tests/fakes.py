@@ -184,7 +184,7 @@ class FakeEncoder(_FakeServer):
         if self.download_error is not None:
             await rpc.abort(context, self.download_error)
         if place not in self.uploads:
-            await rpc.abort(context, NotFound("no such file is kept"))
+            await rpc.abort(context, NotFound("no such file is stored"))
         file = self.uploads.pop(place) if request.forget else self.uploads[place]
         return encoder_pb2.DownloadResponse(file=b"" if request.forget else file)
 

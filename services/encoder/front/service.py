@@ -1,8 +1,10 @@
-"""The encoder's gRPC methods: they make, send and store embeddings, videos and files.
+"""The encoder's gRPC methods.
 
-Gateways call `Encode` for images, pairs of video frames and clients' embeddings, `Probe` for a
-video, and `Upload` and `Download` for files that clients refer to later. Decoders call `Fetch`.
-Every failure ends its call with an error of `services.common.errors`.
+Gateways call four of them. `Encode` makes an embedding available: it encodes an image or a pair of
+video frames, or stores an embedding that a client has computed itself. `Probe` stores a video's
+file and returns its number, rate and size of frames. `Upload` and `Download` store and return files
+that clients name in later requests. Decoders call `Fetch`, which sends them an embedding. A call
+that fails ends with an error of `services.common.errors`.
 """
 
 import asyncio
@@ -45,10 +47,11 @@ from services.encoder.metrics import EncoderMetrics
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 20
-# A reader that does not end its call holds its entry in shared memory for at most this long.
+# A decoder on the same host copies an embedding out of shared memory, and then ends its `Fetch`
+# call. If it does not end the call, the call ends after this time, and the memory can be reused.
 _MAX_READ_S = 10.0
-# A draining encoder stops after this long without a call. Gateways need up to a second to notice
-# the drain, and decoders then still fetch the embeddings that were encoded here.
+# A draining encoder stops when it has had no call for this long. Gateways need up to a second to
+# notice the drain. After that, decoders still fetch embeddings that were encoded here.
 _QUIET_S = 2.0
 _POLL_S = 0.05
 
@@ -57,12 +60,12 @@ class EncoderServicer(Servicer):
     """The encoder's gRPC methods.
 
     Args:
-        description: what this encoder serves.
-        embeddings: embeddings that are stored or computed now.
+        description: answer to `Describe`: the model that this encoder serves, and its limits.
+        embeddings: the embeddings that are in memory, and those that are being computed.
         metrics: the encoder's metrics.
-        videos: files of videos that clients have sent.
-        client_embeddings: the writer of embeddings that clients have computed.
-        files: files that clients have uploaded.
+        videos: the video files that gateways have sent.
+        client_embeddings: the writer of embeddings that clients have computed themselves.
+        files: the files that clients have uploaded.
         takes_videos: whether the model takes videos.
         max_read_bytes: the most bytes of messages and files in transit; see `MessageReader`.
 
@@ -71,7 +74,8 @@ class EncoderServicer(Servicer):
     """
 
     SERVICE = pb.DESCRIPTOR.services_by_name["Encoder"]
-    # The methods that read their message themselves, from a stream; see `Servicer`.
+    # These methods get a stream of one message instead of the message, so that they can count its
+    # bytes before gRPC reads it; see `Servicer` and `MessageReader`.
     READING = "Encode", "Probe", "Upload"
     SERIALIZERS: ClassVar = {"Fetch": serialize}
 
@@ -102,9 +106,9 @@ class EncoderServicer(Servicer):
         self._has_warned_of_keys = False
 
     async def drain(self, grace_s: float) -> None:
-        """Waits until calls have ended and no more come, at most `grace_s`.
+        """Waits until no call has come for `_QUIET_S` seconds, but at most `grace_s` seconds.
 
-        All calls are served meanwhile, because decoders still fetch what was encoded here.
+        Calls are served meanwhile, because decoders still fetch embeddings that were encoded here.
         """
         deadline = time.monotonic() + grace_s
         while (now := time.monotonic()) < deadline:
@@ -119,11 +123,7 @@ class EncoderServicer(Servicer):
         return self._description
 
     async def Encode(self, request: object, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
-        """Makes an embedding available here or in Redis.
-
-        On the wire, the call is a stream with one message (`READING`), so that the bytes of the
-        message are counted before it is read.
-        """
+        """Makes sure that decoders can get an embedding, from this encoder or from Redis."""
         async with self._call("encode", context) as parent:
             with span("encode", parent) as current:
                 encoded, num_tokens = await self._encode(context)
@@ -136,11 +136,11 @@ class EncoderServicer(Servicer):
             return pb.EncodeResponse(source=origin, num_tokens=num_tokens)
 
     async def _encode(self, context: grpc.aio.ServicerContext) -> tuple[Encoded, int]:
-        """Encodes a call's image, and returns the result and the number of tokens.
+        """Encodes the image of a call. Returns the result, and the number of image tokens.
 
-        The message is dropped before the call waits. `Embeddings` counts the bytes of one file for
-        each encode. A call that joins an encode brings a second copy of the file, which nobody
-        counts, so no call may hold its copy while it waits.
+        The message with the image's file is dropped before the call waits for the result. Several
+        calls may wait for the same image, each of which has sent a copy of the file. `Embeddings`
+        holds one copy and counts its bytes; the other copies must not stay in memory uncounted.
         """
         async with self.messages.read(context, pb.EncodeRequest) as message:
             share = share_of(message)
@@ -154,7 +154,9 @@ class EncoderServicer(Servicer):
         return await encoding, spec.num_tokens
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
-        """Sends an embedding while it is being written, and its digest at the end."""
+        """Sends an embedding. If the engine still computes it, each part is sent as soon as it is
+        written. The embedding's digest comes last.
+        """
         async with self._call("fetch", context) as parent:
             key = checked_key(request.image_key)
             progress = FetchProgress(context) if request.tell_waiting else None
@@ -165,7 +167,7 @@ class EncoderServicer(Servicer):
                 with span("send embedding", parent, size_bytes=size_bytes, shared=shared):
                     await context.write(_header(reading.entry))
                     await self._send(reading, progress, context, shared=shared)
-                if shared:  # the reader ends the call when it has copied the bytes, or dies
+                if shared:  # The reader ends the call when it has copied the bytes or died.
                     await asyncio.sleep(_MAX_READ_S)
 
     async def _send(
@@ -176,10 +178,10 @@ class EncoderServicer(Servicer):
         *,
         shared: bool,
     ) -> None:
-        """Sends the bytes of an embedding and its digest.
+        """Sends the bytes of an embedding, and then its digest.
 
-        A reader on this host gets the place in shared memory, and which ranges are written. The
-        digest may be known only after all bytes have been sent.
+        A reader on this host gets the embedding's place in shared memory instead of its bytes, and
+        then the byte ranges that it can read there.
         """
         entry, arena = reading.entry, reading.memory.arena
         if shared:
@@ -202,7 +204,9 @@ class EncoderServicer(Servicer):
         self._metrics.fetched_bytes.inc(entry.spec.size_bytes)
 
     async def Probe(self, request: object, context: grpc.aio.ServicerContext) -> pb.ProbeResponse:
-        """Reads the container of a video, and holds the file for the encodes of its frames."""
+        """Reads a video's number, rate and size of frames, and stores its file, from which later
+        `Encode` calls decode pairs of frames.
+        """
         async with self._call("probe", context) as parent:
             with span("probe", parent) as current:
                 held = await self._probe(context)
@@ -210,10 +214,8 @@ class EncoderServicer(Servicer):
             return pb.ProbeResponse(video_digest=held.digest, **asdict(held.facts))
 
     async def _probe(self, context: grpc.aio.ServicerContext) -> StoredVideo:
-        """Returns the video of a call, once its container was read.
-
-        The message is dropped while the file waits to be read: `VideoStore` has a copy, which it
-        counts.
+        """Returns the video of a call. `VideoStore` holds and counts its file, so the message,
+        which has a second copy, is dropped before the call waits.
         """
         async with self.messages.read(context, pb.ProbeRequest) as message:
             if not self._takes_videos:
@@ -235,8 +237,9 @@ class EncoderServicer(Servicer):
     async def _upload(self, context: grpc.aio.ServicerContext) -> bytes:
         """Stores the file of a call, and returns its digest.
 
-        `_fail` clears the frames of functions that have ended with the error. `Upload` itself still
-        runs then, so the message is a local variable of this function.
+        The message is a local variable of this function and not of `Upload`, so that it is freed if
+        the call fails: `_fail` clears the variables of all functions that the error has left, but
+        `Upload` still runs then.
         """
         async with self.messages.read(context, pb.UploadRequest) as message:
             return await self._files.put(message.tenant, message.file)
@@ -244,11 +247,11 @@ class EncoderServicer(Servicer):
     async def Download(
         self, request: pb.DownloadRequest, context: grpc.aio.ServicerContext
     ) -> pb.DownloadResponse:
-        """Returns a stored file of a tenant, or deletes it."""
+        """Returns a stored file of a tenant. With `forget`, deletes it instead."""
         async with self._call("download", context):
             if request.forget:
                 if not await self._files.delete(request.tenant, request.digest):
-                    raise NotFound("no such file is kept")
+                    raise NotFound("no such file is stored")
                 return pb.DownloadResponse()
             file = await self._files.get(request.tenant, request.digest)
             self.messages.count(len(file))
@@ -257,9 +260,8 @@ class EncoderServicer(Servicer):
 
     @asynccontextmanager
     async def _call(self, method: str, context: grpc.aio.ServicerContext) -> AsyncGenerator[str]:
-        """Runs a call, and ends it with an error of our tree if it fails.
-
-        Yields the caller's `traceparent`.
+        """Wraps the handling of a call: counts it as running, and if its `with` block raises, ends
+        the call with a `TriptychError`. Yields the caller's `traceparent`.
         """
         parent = adopt_metadata(context)
         self._num_calls += 1
@@ -274,14 +276,15 @@ class EncoderServicer(Servicer):
     async def _fail(
         self, method: str, error: Exception, context: grpc.aio.ServicerContext
     ) -> NoReturn:
-        """Ends the call with an error of our tree."""
-        # gRPC keeps the error in a reference cycle, and with it the frames and their message.
+        """Ends a call with an error. Any error but a `TriptychError` becomes an `InternalError`."""
+        # gRPC holds the error in a reference cycle. Without this call, the cycle would also hold
+        # the local variables of all functions in the traceback, such as the call's message.
         clear_frames(error.__traceback__)
         if isinstance(error, TriptychError):
             level = logging.INFO
             if isinstance(error, WrongImageKey):
-                # A caller that forges keys must not fill the log, so the warning is logged once.
-                # The metric counts all of them.
+                # The warning is logged once, so that a caller who forges keys cannot fill the log.
+                # The metric `failures` counts every such call.
                 level = logging.DEBUG if self._has_warned_of_keys else logging.WARNING
                 self._has_warned_of_keys = True
             fields = {"code": error.code, "peer": context.peer()}
@@ -294,7 +297,9 @@ class EncoderServicer(Servicer):
 
 
 class FetchProgress:
-    """Tells the reader of a `Fetch` call, while it waits, whether an encode is under way."""
+    """Tells the decoder that waits in a `Fetch` call whether an encode of the image is running, so
+    that the decoder knows whether to wait longer.
+    """
 
     def __init__(self, context: grpc.aio.ServicerContext) -> None:
         self._context = context

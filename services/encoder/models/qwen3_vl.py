@@ -1,8 +1,14 @@
-"""Qwen3-VL's vision tower: it computes the embedding of each image from the image's patches.
+"""Qwen3-VL's vision tower: it computes the embeddings of images from their patches.
 
-Values are rounded where the modules of transformers 5.17 round them. `engine_main` creates the
-tower on the `meta` device and loads its weights, and the runner calls `features`. The file has no
-code for a particular device: `Ops` chooses the kernels.
+The N patches of all images of a batch are rows of one tensor. A linear layer turns each patch into
+a hidden state, to which an embedding of the patch's position is added. The transformer blocks
+follow; a patch attends only to patches of its own image. Mergers then turn each group of merge²
+patches into one image token. The last block's output gives feature 0 of the embeddings; the outputs
+of a few inner blocks give the DeepStack features 1, 2, ….
+
+Values are rounded to the tower's data type at the same places as in transformers 5.17.
+`engine_main` creates the tower on the `meta` device and loads its weights. The runner calls
+`features`. `Ops` chooses the kernels, so this file has no code for a particular device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,8 +36,6 @@ _LAYER_NORM_EPS = 1e-6
 
 class VisionTower(nn.Module):
     """The vision tower: a patch embedding, pre-norm transformer blocks, and a merger per feature.
-
-    The public methods are the interface that the runner and the CUDA graphs use.
 
     Args:
         spec: sizes of the tower.
@@ -64,10 +68,8 @@ class VisionTower(nn.Module):
         )
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Creates an empty cache of positions, on the device of the position embeddings.
-
-        The loader calls it after it has given the parameters memory on `device`. Positions that
-        were computed before are then no longer valid.
+        """Creates the cache of position embeddings. The loader calls this method when it has moved
+        the parameters to `device`, because the cached values are computed from a parameter.
         """
         self._positions = PositionCache(
             self.pos_embed.weight,
@@ -76,39 +78,43 @@ class VisionTower(nn.Module):
         )
 
     def layout(self, grids: Sequence[Grid]) -> VisionLayout:
-        """Returns the layout of a batch.
+        """Returns the layout of a batch: the positions of its patches, and which rows are one
+        image.
 
         Args:
-            grids: sizes of the images or frames in patches, in packing order.
+            grids: size (t, h, w) of each unit in patches, in the order of the batch.
         """
         return batch_layout(self._positions, grids)
 
     def static_layout(self, max_patches: int, max_segments: int) -> StaticLayout:
-        """Creates the layout that all CUDA graphs read, in static buffers.
+        """Creates the layout that CUDA graphs read. Its buffers keep their addresses, and each
+        batch is copied into them.
 
         Args:
             max_patches: most patches of a batch.
-            max_segments: most images or frames of a batch.
+            max_segments: most segments of a batch. A segment is the rows of an image or a frame.
         """
         return StaticLayout(self._positions, max_patches, max_segments)
 
     def features(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
-        """Runs the tower. Yields each feature as soon as the block that it comes from is computed,
-        or enqueued on CUDA.
+        """Runs the tower. Yields each feature as soon as its block is computed (on CUDA, as soon as
+        its kernels are launched), so that the feature can be copied while later blocks run.
 
         Args:
-            patches: pixels of the patches, scaled to [-1, 1]. The rows are in merge-block order, so
-                that the merge² patches of an image token follow one another:
-                `[N, channels * temporal * patch * patch]`, or `[N, channels * patch * patch]` for
-                still images, whose slices of time are equal.
+            patches: pixels of the patches, scaled to [-1, 1], one row per patch. The merge² patches
+                of an image token are neighbouring rows. A row has
+                `channels * temporal * patch * patch` values. For still images, whose pixels are the
+                same at each time, it may have `channels * patch * patch` values instead.
             layout: result of the method `layout` for the same batch.
 
         Yields:
             Number of a feature and its rows, `[num_tokens, out_hidden]`. The DeepStack features 1,
-            2, … come first, in order. Feature 0, the merged output, comes last.
+            2, … come first, in order. Feature 0 comes last.
         """
-        # A block returns two terms of its output. The next `add_norm` computes their sum, `hidden`,
-        # and the norm of the sum. The DeepStack feature of block index - 1 needs the sum alone.
+        # The output of a block is the sum of the two tensors that the block returns. `add_norm`
+        # adds them up when the next block begins, because a single kernel can compute this sum and
+        # the first norm of the next block. After `add_norm`, `hidden` is thus the output of block
+        # `index - 1`, from which a DeepStack feature may have to be made.
         taps = self.spec.deepstack_indexes
         added: Tensor | None = self.patch_embed(patches)  # [N, hidden]
         hidden = layout.positions.embeddings  # [N, hidden]
@@ -153,17 +159,18 @@ def add_norm(
 
 
 def project(x: Tensor, layer: Linear, ops: Ops) -> Tensor:
-    """Computes `layer(x)`, with a kernel of the table unless the layer's weights are quantized."""
+    """Computes `layer(x)`. If the layer's weights are not quantized, `ops` chooses the kernel."""
     if layer.is_plain and layer.bias is not None:
         return ops.linear(x, layer.weight, layer.bias)
     return layer(x)
 
 
 def project_back(x: Tensor, layer: Linear, residual: Tensor, ops: Ops) -> Tensor | None:
-    """Computes `layer(x)`, which ends a branch of a block and is added to the residual stream.
+    """Computes `layer(x)`, the output of an attention or an MLP, which has to be added to the
+    residual stream.
 
     Returns:
-        `layer(x)`, which the caller has to add. None if the kernel has added it to `residual`.
+        `layer(x)`, for the caller to add. None if the kernel has added it to `residual` already.
     """
     if layer.is_plain and layer.bias is not None:
         return ops.linear_add(x, layer.weight, layer.bias, residual)
@@ -173,8 +180,7 @@ def project_back(x: Tensor, layer: Linear, residual: Tensor, ops: Ops) -> Tensor
 class Block(nn.Module):
     """A transformer block: `x += attention(norm1(x)); x += mlp(norm2(x))`.
 
-    The caller computes the first norm and, unless a kernel has done so, the last sum. This allows
-    one kernel to compute the last sum of a block and the first norm of the next.
+    The caller computes `norm1(x)` before the block, and the last `+=` after it.
     """
 
     def __init__(self, spec: DeepStackTower, ops: Ops) -> None:
@@ -197,7 +203,7 @@ class Block(nn.Module):
 
         Returns:
             Two tensors `[N, hidden]` whose sum is the block's output. The first is None if the
-            second already is the output.
+            second is the whole sum already.
         """
         attended = self.attn(normed, residual, layout)
         normed, residual = add_norm(attended, residual, self.norm2, self.ops)
@@ -211,13 +217,13 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = spec.num_heads
         self.ops = ops
-        # The checkpoint stores one matrix: rows of the queries, of the keys, then of the values,
-        # each head by head.
+        # As in the checkpoint, one matrix has the rows of all heads' queries, then the rows of
+        # their keys, then the rows of their values.
         self.qkv = Linear(spec.hidden_size, 3 * spec.hidden_size, bias=True)
         self.proj = Linear(spec.hidden_size, spec.hidden_size, bias=True)
 
     def forward(self, x: Tensor, residual: Tensor, layout: VisionLayout) -> Tensor | None:
-        """Computes the attention of `x`, `[N, hidden]`. Returns as `project_back` does."""
+        """Computes the attention of `x`, `[N, hidden]`. Returns the result of `project_back`."""
         query, key, value = self._heads(x, layout)
         attended = self.ops.ragged_attention(query, key, value, layout.segments)
         return project_back(attended.flatten(1), self.proj, residual, self.ops)
@@ -240,7 +246,7 @@ class Mlp(nn.Module):
         self.linear_fc2 = Linear(intermediate_size, hidden_size, bias=True)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """Computes the network of `x`, `[N, hidden]`. Returns as `project_back` does."""
+        """Computes the network of `x`, `[N, hidden]`. Returns the result of `project_back`."""
         fc1 = self.linear_fc1
         if fc1.is_plain and fc1.bias is not None:
             inner = self.ops.linear_gelu(x, fc1.weight, fc1.bias)
@@ -250,10 +256,12 @@ class Mlp(nn.Module):
 
 
 class Merger(nn.Module):
-    """Merges the patches of each image token into one row of the language model's width.
+    """Concatenates the merge² patches of each image token, and projects them to one row of the
+    language model's width.
 
-    The merger of feature 0 normalizes each patch before grouping. The mergers of the DeepStack
-    features normalize the grouped row. GELU is exact here, unlike in the blocks.
+    The merger of feature 0 normalizes the patches before it concatenates them. The mergers of the
+    DeepStack features normalize the concatenated rows. The mergers use the exact GELU, unlike the
+    blocks, which use its tanh approximation.
     """
 
     def __init__(self, spec: DeepStackTower, ops: Ops, *, norm_after_grouping: bool) -> None:
@@ -271,9 +279,8 @@ class Merger(nn.Module):
         return self.project(self.ops.layer_norm(rows, norm.weight, norm.bias, norm.eps))
 
     def project(self, normed: Tensor) -> Tensor:
-        """Groups normalized patches `[N, hidden]`, unless they are grouped, and projects them.
-
-        The merge² patches of a token are neighbouring rows, so that a reshape groups them.
+        """Projects normalized patches `[N, hidden]` or normalized groups `[N / merge², merge² *
+        hidden]`. The patches of a group are neighbouring rows, so a reshape concatenates them.
         """
         grouped = normed.reshape(-1, self.grouped_size)
         inner = F.gelu(project(grouped, self.linear_fc1, self.ops))
@@ -281,8 +288,8 @@ class Merger(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """The patch embedding. In the checkpoint it is a Conv3d whose stride is its kernel size, which
-    is the same as a linear layer over the pixels of a patch.
+    """The patch embedding: a linear layer over the pixels of a patch. The checkpoint stores it as a
+    Conv3d whose stride equals its kernel size, which computes the same.
     """
 
     def __init__(self, spec: DeepStackTower) -> None:
@@ -305,19 +312,19 @@ class PatchEmbed(nn.Module):
 
 
 class PatchWeights(UnquantizedLinear):
-    """Weights of the patch embedding, changed for the pixels that this service gives it.
+    """Weights of the patch embedding, converted for the pixels that this service computes.
 
-    The pixels are scaled to [-1, 1], so the mean and the deviation by which the checkpoint expects
-    pixels to be normalized become part of weight and bias. For still images, whose pixels are the
-    same at each time, the weights are also stored summed over time.
+    The checkpoint expects pixels that are normalized by a mean and a standard deviation. This
+    service scales pixels to [-1, 1] instead, so the difference is made part of the weight and the
+    bias. For still images, whose pixels are the same at each time, there is a second weight, which
+    is the sum of the weight over time.
     """
 
     def __init__(self, spec: DeepStackTower) -> None:
         self._spec = spec
 
     def process_weights_after_loading(self, layer: Linear) -> None:
-        """Rescales weight and bias, and sets `layer.still_weight`, `[hidden, channels * patch²]`.
-
+        """Converts weight and bias, and sets `layer.still_weight`, `[hidden, channels * patch²]`.
         Sums are computed in float32 and rounded once.
         """
         spec, weight, bias = self._spec, layer.weight.detach(), layer.bias
@@ -329,8 +336,8 @@ class PatchWeights(UnquantizedLinear):
             for levels in (spec.pixel_mean, spec.pixel_std)
         )
         if not torch.all((mean == 127.5) & (std == 127.5)):
-            # The service gives y in [-1, 1], and the checkpoint expects (x - mean) / std of the
-            # level x = 127.5 y + 127.5. That is y * 127.5 / std + (127.5 - mean) / std.
+            # A pixel of level x, 0 ≤ x ≤ 255, arrives as y = (x - 127.5) / 127.5. The checkpoint
+            # expects (x - mean) / std, which is y * 127.5 / std + (127.5 - mean) / std.
             bias.data.copy_(bias + (by_time * ((127.5 - mean) / std)).sum((1, 2, 3)))
             by_time = by_time * (127.5 / std)
             weight.copy_(by_time.flatten(1))

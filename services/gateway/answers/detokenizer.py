@@ -1,10 +1,11 @@
-"""The detokenizer turns token ids into text and parts of an answer while they arrive.
+"""The detokenizer turns the token ids of a choice into the parts of its answer, as they arrive.
 
-It hands out whole characters only, and no text that may still become a stop string. The cost per
-token does not grow with the text: bytes go through an incremental UTF-8 decoder, and only a text
-that may become a stop string is buffered. `ChatService.answer` feeds one `Choice` for each choice
-of a request. The choice also parses reasoning and tool calls where they may occur. Nothing here
-fails: bytes that are not UTF-8 become U+FFFD.
+A part is a piece of text, of reasoning, or of a tool call. `ChatService.answer` feeds the events of
+each choice to a `Choice`, which returns an `Update` per event. A token may end in the middle of a
+character, so bytes wait until the character is complete. Text that may be the beginning of a stop
+string waits, too: with the stop string `END`, the text `the E` yields `the `, and `E` waits for the
+next token. The cost per token does not grow with the length of the answer. No input is an error:
+bytes that are not UTF-8 become U+FFFD.
 """
 
 import codecs
@@ -22,42 +23,44 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first, however the text is split into pieces.
+    """Finds the first complete stop string in a text that comes in pieces.
 
     Args:
-        stops: non-empty stop strings.
-        include_stop: true if the text keeps the stop string that ended it.
+        stops: stop strings, none of them empty.
+        include_stop: true if the returned text includes the stop string.
 
     Attributes:
         stops: the stop strings.
-        matched: the stop string that ended the text. None if no stop string is complete.
+        matched: the stop string that was found. None as long as none is complete.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         self.stops = stops
         self.matched: str | None = None
         self._include_stop = include_stop
-        self._buffer: str = ""  # text that may become a stop string
+        self._buffer: str = (
+            ""  # end of the text so far, which may be the beginning of a stop string
+        )
         self._prefixes = frozenset(stop[:n] for stop in stops for n in range(1, len(stop)))
         self._max_prefix = max(map(len, self._prefixes), default=0)
 
     @property
     def num_buffered(self) -> int:
-        """Number of characters that may become a stop string."""
+        """Number of characters that wait, because they may be the beginning of a stop string."""
         return len(self._buffer)
 
     def feed(self, text: str, *, matching: bool = True) -> str:
-        """Takes more text, and returns the text that belongs to the answer for certain.
-
-        Sets `matched` when a stop string is complete.
+        """Takes the next piece of text, and returns the text that is certain not to be part of a
+        stop string. If a stop string is complete, sets `matched` and returns the text before it.
 
         Args:
             text: the next piece.
-            matching: whether stop strings may end the text yet.
+            matching: False if stop strings are ignored in this piece, because the answer has fewer
+                than `min_tokens` tokens.
         """
-        num_known = len(self._buffer)
+        num_searched = len(self._buffer)
         text = self._buffer + text
-        if matching and (found := self._first_completed(text, num_known)):
+        if matching and (found := self._first_complete(text, num_searched)):
             start, end = found
             self.matched = text[start:end]
             self._buffer = ""
@@ -67,26 +70,28 @@ class StopMatcher:
         return text[: len(text) - size]
 
     def flush(self) -> str:
-        """Returns the buffered text, once no more text follows."""
+        """Returns the text that waits. Called when no more text follows."""
         text, self._buffer = self._buffer, ""
         return text
 
-    def _first_completed(self, text: str, num_known: int) -> tuple[int, int] | None:
-        """Returns (start, end) of the stop string that is complete first. None if none is complete.
+    def _first_complete(self, text: str, num_searched: int) -> tuple[int, int] | None:
+        """Returns (start, end) of the stop string that ends first in the text. None if the text
+        contains none. If several stop strings end at the same place, the longest is returned.
 
-        The first `num_known` characters have been searched before, so only matches that end behind
-        them count. If several stop strings end at the same place, the longest is returned.
+        Args:
+            num_searched: number of characters, from the start, that `feed` has searched before. A
+                stop string that ends among them would have been found then.
         """
         best: tuple[int, int] | None = None
         for stop in self.stops:
-            start = text.find(stop, max(0, num_known + 1 - len(stop)))
+            start = text.find(stop, max(0, num_searched + 1 - len(stop)))
             if start >= 0:
                 match = (start + len(stop), start)
                 best = match if best is None else min(best, match)
         return (best[1], best[0]) if best else None
 
     def _num_uncertain(self, text: str) -> int:
-        """Returns the length of the longest suffix of `text` that begins a stop string."""
+        """Returns the length of the longest suffix of `text` with which a stop string begins."""
         for size in range(min(len(text), self._max_prefix), 0, -1):
             if text[-size:] in self._prefixes:
                 return size
@@ -94,19 +99,19 @@ class StopMatcher:
 
 
 class Choice:
-    """Converter of one choice: takes token events, and returns updates of the answer.
+    """One choice of an answer. It takes token events, and returns the answer's updates.
 
     Args:
         index: index of the choice in the response.
-        request: the request, with its stop strings and the wanted fields of the answer.
+        request: the request, with its stop strings and the fields that it wants in the answer.
         tokenizer: the model's tokenizer.
         parser: the parser of reasoning and tool calls. None if the whole answer is text.
 
     Attributes:
         stops: the matcher of stop strings.
         num_tokens: number of completion tokens so far.
-        num_reasoning_tokens: number of tokens of the reasoning so far, tags included.
-        finish_reason: `stop`, `length` or `tool_calls` once the choice has ended, else None.
+        num_reasoning_tokens: number of tokens of the reasoning so far, with its tags.
+        finish_reason: `stop`, `length` or `tool_calls`. None until the choice has ended.
     """
 
     def __init__(
@@ -117,7 +122,7 @@ class Choice:
         parser: AnswerParser | None,
     ) -> None:
         stops = [request.stop] if isinstance(request.stop, str) else request.stop
-        # Whether the text keeps the stop string or the stop token that ended it.
+        # True if the stop string or the stop token that ends the answer is part of its text.
         self._include_stop = bool(request.include_stop_str_in_output)
         self.stops = StopMatcher(stops or (), self._include_stop)
         self._index = index
@@ -139,22 +144,22 @@ class Choice:
 
     @property
     def in_head(self) -> bool:
-        """True if the last text of the reasoning may be the beginning of a tool call or of the
-        closing tag.
+        """True if the reasoning so far ends in text that may be the beginning of a tool call or of
+        the tag `</think>`.
         """
         return self._parser is not None and self._parser.in_head
 
     def feed(self, event: TokenEvent) -> Update:
         """Takes an event, and returns the update. No event may follow a finish reason."""
         ids = event.token_ids
-        # The token that stopped the sequence is not part of the text, unless the request sets
+        # The stop token that ended the sequence is not part of the text, unless the request sets
         # `include_stop_str_in_output`.
-        hidden = int(event.finish_reason == "stop" and not self._include_stop)
-        visible = ids[: len(ids) - hidden] if hidden else ids
+        hides_last = event.finish_reason == "stop" and not self._include_stop
+        visible = ids[: len(ids) - 1] if hides_last else ids
         num_before = self.num_tokens
         parts, num_used = self._read(visible)
         stop_reason: str | int | None = None
-        if self._is_cut:
+        if self._has_ended_early:
             self.finish_reason = "stop"
             stop_reason = self.stops.matched
             self.num_tokens += num_used
@@ -165,7 +170,7 @@ class Choice:
                 parts += self._finish()
                 stop_ids = self._request.stop_token_ids or ()
                 if self.stops.matched is not None:
-                    # `_finish` found a stop string in text that the parser had buffered.
+                    # `_finish` has found a stop string in text that the parser had held back.
                     self.finish_reason, stop_reason = "stop", self.stops.matched
                 elif event.finish_reason == "stop" and ids and ids[-1] in stop_ids:
                     stop_reason = ids[-1]
@@ -183,18 +188,22 @@ class Choice:
         return Update(self._index, parts, logprobs, self.finish_reason, stop_reason, used)
 
     @property
-    def _is_cut(self) -> bool:
-        """True if the choice has ended early: a stop string or all allowed calls are complete."""
+    def _has_ended_early(self) -> bool:
+        """True if the choice has ended although the decoder would go on: a stop string is complete,
+        or all tool calls that the request allows are.
+        """
         is_done = self._parser is not None and self._parser.done
         return is_done or self.stops.matched is not None
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """Decodes tokens, and returns the characters that are complete now."""
+        """Returns the characters that the tokens complete."""
         token_bytes, skipped = self._tokenizer.token_bytes, self._skipped
         return self._utf8.decode(b"".join([token_bytes(t) for t in token_ids if t not in skipped]))
 
     def _read(self, token_ids: Sequence[int]) -> tuple[list[Part], int]:
-        """Returns the parts of the tokens, and the number of tokens up to the end of the choice."""
+        """Returns the parts that the tokens complete, and how many tokens belong to the choice: all
+        of them, or those up to the stop string that ends the choice.
+        """
         parser, min_tokens = self._parser, self._request.min_tokens or 0
         if parser is None and not self.stops.stops:
             text = self._text(token_ids)
@@ -207,30 +216,32 @@ class Choice:
             else:
                 was_thinking = parser.thinking
                 found = parser.feed(text)
-                # A token counts as reasoning if the reasoning was open before or after it. So the
-                # tokens of both tags count.
+                # A token counts as reasoning if the reasoning was open before it or is open after
+                # it. The tokens of `<think>` and `</think>` therefore count, too.
                 self.num_reasoning_tokens += was_thinking or parser.thinking
-            parts += self._cut(found, matching=self.num_tokens + num_used > min_tokens)
-            if self._is_cut:
+            parts += self._until_stop(found, matching=self.num_tokens + num_used > min_tokens)
+            if self._has_ended_early:
                 return parts, num_used
         return parts, len(token_ids)
 
     def _finish(self) -> list[Part]:
-        """Returns the parts of all buffered text, once no more tokens follow."""
-        parts = self._cut(self._parser.finish(), matching=True) if self._parser else []
+        """Returns the parts of all text that waits. Called when no more tokens follow."""
+        parts = self._until_stop(self._parser.finish(), matching=True) if self._parser else []
         if rest := self.stops.flush():
             parts.append(Text(rest))
         return parts
 
-    def _cut(self, parts: list[Part], *, matching: bool) -> list[Part]:
-        """Returns the parts up to a stop string in their text."""
+    def _until_stop(self, parts: list[Part], *, matching: bool) -> list[Part]:
+        """Returns the parts up to the first stop string, or all parts without the end of the text
+        that may be the beginning of a stop string.
+        """
         stops = self.stops
         if not stops.stops:
             return parts
         certain: list[Part] = []
         for part in parts:
-            # Stop strings are searched in text only. Other parts, such as a tool call, interrupt
-            # it: buffered text in front of one can no longer become a stop string.
+            # Stop strings are searched in text alone. If another part follows, such as a tool call,
+            # the text before it cannot become a stop string any more.
             if isinstance(part, Text):
                 text = stops.feed(part.text, matching=matching)
             else:
@@ -251,11 +262,14 @@ class Choice:
         ]
         own = self._token(token_id)
         logprob = max(found.logprob, MIN_LOGPROB)
-        # With `logprob_token_ids`, `top_logprobs` contains the chosen ids and the token itself.
+        # With `logprob_token_ids`, `top_logprobs` has the ids that the request names instead of the
+        # most likely ones, and the generated token.
         if self._request.logprob_token_ids and token_id not in found.top_token_ids:
             top.insert(0, TopLogprob(*own, logprob))
         return LogprobEntry(*own, logprob, top)
 
     def _token(self, token_id: int) -> tuple[str, list[int]]:
-        """Returns a token's text, or its name if the request wants names, and its bytes."""
+        """Returns a token's text and its bytes. With `return_tokens_as_token_ids`, the text is
+        `token_id:` and the token's id.
+        """
         return token_name(self._tokenizer, token_id, bool(self._request.return_tokens_as_token_ids))
