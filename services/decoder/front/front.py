@@ -1,7 +1,10 @@
-"""The decoder's front, which takes sequences of all gateways to the engine and their tokens back.
+"""The decoder's front: it passes sequences of all gateways to the engine, and their tokens back.
 
-The front numbers the sequences for the engine, obtains their images, and enforces deadlines. Each
-submitted sequence ends in exactly one event, whichever part of the decoder fails.
+The front also obtains the images of the sequences, and enforces their deadlines. A sequence ends in
+two steps. First its last event is put into the outbox of its gateway, with a finish reason or an
+error; the sequence is then *reported*. It is removed when the engine has also ended it, because
+until then a step on the device may read its images. Each submitted sequence is reported exactly
+once, whichever part of the decoder fails.
 """
 
 import asyncio
@@ -55,21 +58,22 @@ from services.decoder.metrics import DecoderMetrics
 
 log = logging.getLogger(__name__)
 
-# Number of sequences that may wait, as a multiple of the number that can run at once.
+# Number of sequences that may wait for a row, as a multiple of the engine's number of rows.
 QUEUE_FACTOR = 3
-# A CPU runs fewer sequences at once than a GPU by default, and accepts as many as a GPU.
+# An engine on a CPU has few rows by default. Its front accepts as many sequences as if there were
+# this many rows.
 _LEAST_ROWS_ON_CPU = 256
 _REASONS = {"stop": pb.Finished.REASON_STOP, "length": pb.Finished.REASON_LENGTH}
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """The stream of one gateway.
+    """The stream of one gateway, which is one `Generate` call.
 
     Attributes:
-        outbox: events for the gateway.
-        sequences: sequences whose last event is not in the outbox yet, by the gateway's id.
-        half_closed: True once the gateway submits no more sequences.
+        outbox: queue of events for the gateway.
+        sequences: the gateway's sequences that are not reported yet, by the gateway's id.
+        half_closed: True once the gateway has said that it submits no more sequences.
     """
 
     outbox: Outbox
@@ -82,16 +86,16 @@ class _Sequence:
     """A sequence, from its submission to the engine's last event about it.
 
     Attributes:
-        number: the engine's number of the sequence.
-        sequence_id: the gateway's id of the sequence, unique within the stream.
+        number: number of the sequence in this decoder, which front and engine use.
+        sequence_id: id that the gateway has given the sequence, unique within the stream.
         stream: stream of the gateway that submitted the sequence.
         submitted_at: time of the submission, as `time.time()`.
         first_token_at: time of the first token, as `time.time()`. 0 before the first token.
         num_generated: number of tokens that this decoder has generated.
         max_generated: largest number of tokens that this decoder may generate.
         deadline: timer that ends the sequence. None if the request has no time limit.
-        reported: True once the last event is in the outbox.
-        tenant: tenant of the request. Empty if the request has no key.
+        reported: True once the sequence's last event is in the outbox.
+        tenant: name of the request's tenant. Empty if the request has no API key.
     """
 
     number: int
@@ -112,14 +116,15 @@ class DecoderFront(InputListener):
     """Owner of all sequences in the front process. It is created and used in one event loop.
 
     Args:
-        engine: description of the engine, from its ready message.
+        engine: description of the engine, which the engine sends when it is ready.
         channel: connection to the engine.
         source: source of the images' embeddings. The front closes it.
-        masks: processes that fill token masks. The front starts and closes them.
+        masks: processes that compute token masks. The front starts and closes them.
         metrics: metrics of the decoder.
-        capacity: counter of each tenant's sequences, limited to `max_sequences`.
-        max_queued_bytes: estimated size of a stream's unread events at which its sequences are
-            aborted.
+        capacity: counter of the sequences of each tenant. It allows `max_sequences` in all, and a
+            single tenant at most three quarters of them.
+        max_queued_bytes: largest estimated size of a stream's unread events. If a gateway reads so
+            slowly that there are more, its sequences are aborted.
 
     Attributes:
         images: images of the sequences.
@@ -177,7 +182,9 @@ class DecoderFront(InputListener):
         return stream
 
     def half_close(self, stream: Stream) -> None:
-        """Ends the submissions of a stream. The stream closes with its last sequence."""
+        """Records that a gateway submits no more sequences. The stream closes when its last
+        sequence is reported.
+        """
         stream.half_closed = True
         if not stream.sequences:
             stream.outbox.close()
@@ -190,7 +197,7 @@ class DecoderFront(InputListener):
         stream.outbox.close()
 
     def submit(self, stream: Stream, submit: pb.Submit) -> None:
-        """Starts a sequence. Errors are not raised: they end the sequence with an event."""
+        """Starts a sequence. No error is raised: an error becomes the sequence's only event."""
         request_id = submit.request_id[:MAX_REQUEST_ID_CHARS]
         span = start_span("sequence", submit.traceparent, request_id=request_id)
         with bound_request_id(request_id), span.as_current():
@@ -202,8 +209,9 @@ class DecoderFront(InputListener):
 
     def _submit(self, sequence: _Sequence, submit: pb.Submit) -> None:
         stream = sequence.stream
-        # The gateway could not tell the events of two sequences with one id apart. Both end here:
-        # the older is aborted without an event, and the error event of the newer ends both.
+        # If a gateway uses an id for a second sequence while the first one runs, it cannot tell
+        # their events apart. The first sequence is aborted without an event, and the second one is
+        # refused, so that the gateway gets a single error event for the id.
         if (duplicate := stream.sequences.pop(submit.sequence_id, None)) is not None:
             self._abort(duplicate)
             duplicate.span.end()
@@ -274,8 +282,9 @@ class DecoderFront(InputListener):
     async def drain(self, grace_s: float) -> None:
         """Refuses new sequences and waits until the running sequences have ended.
 
-        Gateways are asked to continue the sequences that may outlast the grace period on another
-        decoder. Sequences that still run at its end fail. Each stream closes after its last event.
+        If a sequence is expected to need more time than the grace period, its gateway is asked to
+        continue it on another decoder. Sequences that still run at the end of the period fail. Then
+        all streams close.
 
         Args:
             grace_s: length of the grace period, in seconds.
@@ -293,18 +302,20 @@ class DecoderFront(InputListener):
             stream.outbox.close()
 
     def _seconds_left(self) -> dict[int, float]:
-        """Returns the estimated time that each sequence still needs, by its number. A sequence
-        without a second token is assumed to be as fast as the other sequences on average.
+        """Returns the estimated seconds that each sequence still needs, by its number. They are its
+        remaining tokens times its seconds per token so far. If the sequence has fewer than two
+        tokens, the mean of the other sequences' seconds per token is used.
         """
         now = time.time()
-        paces = {
+        seconds_per_token = {
             number: (now - sequence.first_token_at) / (sequence.num_generated - 1)
             for number, sequence in self._sequences.items()
             if sequence.num_generated > 1
         }
-        mean = sum(paces.values()) / max(1, len(paces))
+        mean = sum(seconds_per_token.values()) / max(1, len(seconds_per_token))
         return {
-            number: (sequence.max_generated - sequence.num_generated) * paces.get(number, mean)
+            number: (sequence.max_generated - sequence.num_generated)
+            * seconds_per_token.get(number, mean)
             for number, sequence in self._sequences.items()
         }
 
@@ -318,13 +329,16 @@ class DecoderFront(InputListener):
             sequence.stream.outbox.flush()
 
     async def close(self) -> None:
-        """Ends all fetches of images and all processes that fill token masks."""
+        """Ends all fetches of images and all processes that compute token masks."""
         await self.images.close()
         await self._masks.close()
 
     # Events.
 
     def _dispatch(self, done: StepDone) -> None:
+        """Passes the results of a step on: tokens to gateways and mask processes, images that were
+        read to the arena, and counters to the metrics.
+        """
         self._masks.tokens_arrived(
             (event.sequence_id, event.token_ids)
             for event in done.events
@@ -378,8 +392,8 @@ class DecoderFront(InputListener):
                 refusal = from_code(end.code, end.message)
                 self._report(sequence, _failed(refusal), refusal.code)
             else:
-                # The front has already reported each sequence that it told the engine to abort, so
-                # this sequence has failed in the engine.
+                # The sequence has failed in the engine. (If it had been aborted by the front, the
+                # front would have reported it before.)
                 error = InternalError(end.message or "the engine aborted the sequence")
                 log.error(
                     "a sequence failed in the engine: %s", end.message, extra=_fields(sequence)
@@ -388,7 +402,9 @@ class DecoderFront(InputListener):
         self._remove(sequence)
 
     def _started(self, sequence: _Sequence, start: StartOfSequence) -> pb.Started:
-        """Records the times up to the first token, and returns them for the gateway."""
+        """Records how long the stages before a sequence's first token took. Returns the durations
+        for the gateway.
+        """
         metrics, prefill_s = self._metrics, start.first_token_s - start.first_scheduled_s
         metrics.queue.observe(start.first_scheduled_s)
         metrics.ttft.observe(start.first_token_s)
@@ -411,7 +427,7 @@ class DecoderFront(InputListener):
         )
 
     def _fail(self, sequence: _Sequence, error: TriptychError) -> None:
-        """Reports a sequence as failed, and tells the engine to end it."""
+        """Reports a sequence as failed, and tells the engine to abort it."""
         if sequence.reported:
             return
         self._report(sequence, _failed(error), error.code)
@@ -427,13 +443,14 @@ class DecoderFront(InputListener):
             "a gateway reads too slowly, so its %d sequences are aborted", len(stream.sequences)
         )
         reason = Cancelled("the gateway reads too slowly")
-        # Sequences that have ended with tokens in the outbox lose them, so they fail, too.
+        # The tokens in the outbox are dropped. A finished sequence whose tokens were still in the
+        # outbox has lost them, so its finish event is replaced by the error.
         stream.outbox.discard_tokens(_failed(reason))
         for sequence in list(stream.sequences.values()):
             self._fail(sequence, reason)
 
     def _report(self, sequence: _Sequence, end: pb.Finished | pb.Failed, outcome: str) -> None:
-        """Puts the last event of a sequence into its stream."""
+        """Puts the last event of a sequence into the outbox of its stream."""
         sequence.reported = True
         stream = sequence.stream
         if stream.sequences.get(sequence.sequence_id) is sequence:
@@ -455,8 +472,8 @@ class DecoderFront(InputListener):
         sequence.span.end(now)
 
     def _abort(self, sequence: _Sequence) -> None:
-        """Cancels a sequence's fetches, and tells the engine to end the sequence. The images stay
-        in the arena until the engine has answered, because a running step may read them.
+        """Cancels the fetches of a sequence's images, and tells the engine to abort the sequence.
+        Images that are in the arena stay there until the engine has answered.
         """
         sequence.reported = True
         self.images.cancel_fetches(sequence.number)
@@ -497,7 +514,7 @@ class DecoderFront(InputListener):
             )
 
     def input_failed(self, number: int, error: TriptychError) -> None:
-        """Ends a sequence for which an image or a token mask cannot be obtained."""
+        """Ends a sequence, because one of its images or token masks cannot be obtained."""
         if (sequence := self._sequences.get(number)) is not None:
             level = logging.INFO if isinstance(error, InvalidRequest) else logging.WARNING
             log.log(level, "a sequence cannot continue: %s", error, extra=_fields(sequence))

@@ -1,6 +1,7 @@
 """The decoder's gRPC methods, which convert between proto messages and calls of the front.
 
-An error of one submission is an event of its stream. The call goes on for the other sequences.
+`Generate` is one long call of each gateway, which carries all of its sequences. If one sequence
+fails, an event of the call says so, and the call continues for the other sequences.
 """
 
 import asyncio
@@ -50,8 +51,8 @@ class DecoderServicer(Servicer):
         self, request: pb.LoadRequest, context: grpc.aio.ServicerContext
     ) -> pb.LoadResponse:
         stats = self._front.stats()
-        # `EngineWatch` ends an engine that hangs during its work, within 10 s. An engine that hangs
-        # without work is not ended, but it answers no pings, so that its last report is too old.
+        # An engine that hangs while it has work is ended within 10 s by `EngineWatch`. An engine
+        # that hangs without work is not ended, but its last report becomes older and older.
         if stats is None:
             await context.abort(
                 grpc.StatusCode.UNAVAILABLE, "the engine has not reported for 30 seconds"
@@ -78,8 +79,7 @@ class DecoderServicer(Servicer):
             while (message := await stream.outbox.take()) is not None:
                 await context.write(message)
             if reader.done():
-                # If `_read` failed, it has closed the stream, and its error is raised here.
-                await reader
+                await reader  # Raises the error of `_read`, if it has closed the stream.
         finally:
             reader.cancel()
             self._front.close_stream(stream)
