@@ -1,10 +1,16 @@
-"""The engine: one step after another is scheduled, run, sampled and postprocessed.
+"""The engine: it plans, launches and postprocesses one step after another.
 
-The engine takes messages, returns a `StepDone` for each step, and leaves the device to a runner. It
-knows no torch, no sockets and no text. With `overlap`, the engine plans and launches step n + 1
-before it reads the tokens of step n, so that the device never waits for Python. If a sequence turns
-out to have ended with step n, its token of step n + 1 is discarded. A step whose token masks arrive
-late is sampled some time after its launch, when `MaskGate` says so.
+The engine obeys the front's messages and returns a `StepDone` for each step. The scheduler plans
+the steps, and a runner computes them on the device. The engine knows no torch, no sockets and no
+text.
+
+With `overlap`, the engine plans and launches step n + 1 before it reads the tokens of step n, so
+that the device never waits for Python. A sequence may turn out to have ended with its token of step
+n; its token of step n + 1 is then discarded. The first tokens of step n + 1 are those that step n
+samples, which the device knows and the host does not. If a token mask depends on them, too, it
+arrives while step n + 1 is computed. Such a step is launched in two parts: its model runs at once,
+and its tokens are sampled when the masks have arrived, or when waiting longer would make the device
+idle. `MaskGate` decides when that is.
 """
 
 import logging
@@ -38,7 +44,7 @@ from services.decoder.engine.schedule.block_manager import BlockManager
 from services.decoder.engine.schedule.recurrent_states import states_of
 from services.decoder.engine.schedule.scheduler import Scheduler
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
-from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
+from services.decoder.engine.schedule.step_cost import StepCost
 from services.decoder.engine.step import (
     Int32Array,
     PendingStep,
@@ -47,10 +53,11 @@ from services.decoder.engine.step import (
     Step,
     StepOutput,
 )
+from services.decoder.engine.step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
-# Errors by the number that the sampler returns in place of a token id.
+# The error for each negative number that the sampler returns in place of a token id.
 _SAMPLING_ERRORS: dict[int, TriptychError] = {
     NOT_FINITE: InternalError("the model's output is not finite"),
     ALL_MASKED: NoTokenAllowed("the request's constraints leave no token that may come next"),
@@ -62,10 +69,10 @@ class Engine:
 
     Args:
         runner: the owner of the device.
-        overlap: True if a step is launched before the ids of the step before it are read. With a
-            runner whose `execute` blocks until the step is done, overlap only delays every token by
-            one step.
-        out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
+        overlap: True if a step is launched before the tokens of the step before it are read. It is
+            off on a CPU, where `Runner.execute` returns when the step is done, so that overlap
+            would only delay each token by a step.
+        out_of_memory: exceptions of `Runner.execute` that end one sequence and not the engine.
         step_ms: milliseconds that a step may last, see `Scheduler`.
         step_cost: the model that learns how long steps last. Defaults to a new one.
         clock: the clock that times steps and deadlines.
@@ -76,9 +83,9 @@ class Engine:
         gate: the gate that decides when a launched step with late token masks is sampled.
         scheduler: the scheduler of the engine's sequences.
         sequences: the sequences that have not ended, by id.
-        pending: the steps in flight, oldest first: number of the step, its batch, its result.
-        planned: the next step, which `plan` has planned while the launched step waits to be
-            sampled. None if there is no such plan.
+        pending: the steps that were launched and whose results were not read, oldest first: number
+            of the step, its plan, its result. These steps are *in flight*.
+        planned: the next step, if `plan` has planned it ahead. None if there is no such plan.
     """
 
     def __init__(
@@ -96,51 +103,48 @@ class Engine:
         self._clock = clock
         self._overlap = overlap
         self._out_of_memory = out_of_memory
-        self._step_cost = StepCost() if step_cost is None else step_cost
+        self._times = StepTimes(StepCost() if step_cost is None else step_cost)
         self._blocks = BlockManager(info.num_blocks, info.block_size, states_of(info))
         self.scheduler = Scheduler(
             info,
             self._blocks,
-            # If a mask comes too late, the same token is computed again in a later step. That would
-            # change a recurrent state twice.
+            # If a mask comes too late, the token is computed again in a later step. This would be
+            # wrong with recurrent states, which each computation of a token changes.
             late_masks=overlap and not info.has_states,
             step_ms=step_ms,
-            step_cost=self._step_cost,
+            step_cost=self._times.cost,
         )
         self.sequences: dict[int, Sequence] = {}
         self.pending: deque[tuple[int, Batch, PendingStep]] = deque()
         self.planned: tuple[Batch, Step] | None = None
         self.gate = MaskGate(info.vocab_size, clock)
-        self._num_steps = 0
         self._events: list[SequenceEvent] = []
         self._images_read: list[ImagesOf] = []
         # End events of sequences whose images a step in flight may read, with the step's number.
-        # The front may reuse the memory of the images once it has the event, so the event waits.
+        # When the front gets the event, it gives the memory of the images to other images. The
+        # event therefore waits until the step is done.
         self._delayed: list[tuple[int, SequenceEvent]] = []
         self._num_prompt_tokens = 0
-        self._read_at = 0.0  # when the last step's result was read
-        self._busy_s = 0.0  # how long steps were in flight
-        self._busy_since = 0.0  # when a step was last launched while none was in flight
         self._sent = _gauges(self.stats())  # the gauges of the last `StepDone`
 
     @property
     def has_work(self) -> bool:
-        """True if `step` can do something before another message arrives."""
+        """True if `step` has something to do even if no further message arrives."""
         return bool(self.pending or self._events or self._delayed) or self.scheduler.has_work
 
     @property
     def waits(self) -> bool:
-        """True if `step` should be called later, because the launched step waits for masks."""
+        """True if `step` should be called later, because a launched step waits for token masks."""
         return self.gate.waits
 
     def find(self, sequence_id: int) -> Sequence | None:
-        """Returns a sequence that has not ended, or None."""
+        """Returns the sequence with this id. None if it has ended."""
         return self.sequences.get(sequence_id)
 
     def plan(self) -> None:
-        """Plans the next step while the engine waits, so that the device gets the step sooner.
-
-        If another message arrives meanwhile, the plan is discarded and made again.
+        """Plans the next step ahead, while the launched step waits for token masks, so that the
+        next step can be launched sooner. If a message arrives that changes which sequences take
+        part in the next step, the plan is discarded and made again.
         """
         if self.planned is None and self.scheduler.is_steady:
             batch = self.scheduler.schedule()
@@ -151,7 +155,7 @@ class Engine:
     def handle(
         self, message: AddSequence | ImageReady | TokenMasks | AbortSequence | ResetPrefixCache
     ) -> None:
-        """Obeys one message of the front."""
+        """Obeys one message of the front or of a mask process."""
         match message:
             case TokenMasks():
                 for number, num_generated, mask in self.gate.masks(message):
@@ -182,62 +186,59 @@ class Engine:
         self.sequences[sequence.sequence_id] = sequence
 
     def image_ready(self, sequence_id: int, key: bytes, arena_offset: int) -> None:
-        """Notes where an image is in the arena; sequences that have ended already are ignored."""
+        """Notes where in the arena an image of a sequence is. Ignored if the sequence has ended."""
         if (sequence := self.find(sequence_id)) is not None:
             self._discard_plan()
             self.scheduler.image_ready(sequence, key, arena_offset)
 
     def mask_ready(self, sequence_id: int, num_generated: int, mask: Int32Array) -> None:
-        """Takes the mask for a sequence's next token; a mask for another token is an error.
-
-        A mask that the sequence has had already is ignored: a mask process that replaces one that
-        has ended may send the same masks again.
+        """Takes the mask for a sequence's next token. A mask for another token is an error, which
+        ends the sequence. A mask that the sequence has had already is ignored: if a mask process
+        dies, another process takes its place, and may send the same masks again.
 
         Args:
             sequence_id: id of the sequence, which may have ended.
             num_generated: number of completion tokens before the token of the mask.
-            mask: words of the mask; empty if every token is allowed.
+            mask: words of the mask. Empty if every token is allowed.
         """
         sequence = self.find(sequence_id)
         if sequence is None or num_generated <= sequence.num_masked:
             return
         expected = sequence.num_generated
         if not sequence.awaits_mask or num_generated != expected:
-            problem = f"a token mask for token {num_generated} came, at token {expected}"
+            problem = f"a mask came for token {num_generated}, but token {expected} is next"
             self._finish(sequence, error=InternalError(problem))
             return
         sequence.num_masked = num_generated
-        # If no launched step waits for the mask, the sequence joins the next step, which has to be
-        # planned with it.
+        # If no launched step waits for the mask, the sequence takes part in the next step. If that
+        # step is planned already, it has to be planned again, with this sequence.
         if not self.gate.put(sequence, mask):
             self._discard_plan()
         self.scheduler.mask_ready(sequence, mask)
 
     def abort(self, sequence_id: int) -> None:
-        """Ends a sequence; its blocks are free when this returns."""
+        """Ends a sequence. Its blocks are free when the method returns."""
         if (sequence := self.find(sequence_id)) is not None:
             self._finish(sequence, "aborted")
 
     def step(self) -> StepDone | None:
-        """Launches the next step, and reads and postprocesses the result of the step before.
+        """Launches the next step, and reads and postprocesses the result of the oldest one.
 
-        Returns what has changed for the front. None if there is nothing to report.
+        Returns new tokens, ends of sequences and gauges for the front. None if nothing has changed.
         """
         self._sample()
         batch = self.planned[0] if self.planned is not None else self.scheduler.schedule()
         if batch.chunks:
             self._launch(batch)
         if self.pending and (not self._overlap or not batch.chunks or len(self.pending) > 1):
-            _, done, pending = self.pending[0]
+            _, oldest, pending = self.pending[0]
             output = pending.result()
             self.pending.popleft()
             now = self._clock()
-            # The gate learns which step the device computes from now on.
+            # The gate learns which step the device computes now: the next one in flight, if any.
             self.gate.read(self.pending[0][1] if self.pending else None, now)
-            if not self.pending:
-                self._busy_s += now - self._busy_since
-            self._measure(done, now)
-            self._postprocess(done, output)
+            self._times.read(oldest, now, in_flight=bool(self.pending))
+            self._postprocess(oldest, output)
         if self._delayed:
             first = self._first_in_flight()
             self._events += [event for step, event in self._delayed if step < first]
@@ -253,7 +254,9 @@ class Engine:
         return done
 
     def new_tokens(self, events: list[SequenceEvent]) -> NewTokens:
-        """Returns the tokens of unfinished sequences with masks, for the next masks."""
+        """Returns the new tokens of all unfinished sequences with token masks. The mask processes
+        need them to compute the next masks.
+        """
         tokens = NewTokens([], [], [])
         for event in events:
             sequence = self.find(event.sequence_id)
@@ -274,28 +277,28 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
-            num_steps=self._num_steps,
+            num_steps=self._times.num_steps,
             num_late_masks=self.gate.num_missed,
             num_lacking_images=scheduler.num_lacking_images,
-            busy_s=self._busy_s + (self._clock() - self._busy_since if self.pending else 0.0),
+            busy_s=self._times.busy_s(self._clock(), in_flight=bool(self.pending)),
         )
 
     def _sample(self) -> None:
-        """Samples the step that waits for masks, if any, without the masks that are missing."""
+        """Samples the launched step that waits for token masks, if there is one. Sequences whose
+        mask is still missing get no token from the step.
+        """
         if missed := self.gate.sample():
             self._discard_plan()
             for sequence in missed:
                 self.scheduler.mask_missed(sequence)
 
     def _launch(self, batch: Batch) -> None:
-        """Hands a batch to the device and registers the blocks that the batch fills."""
+        """Launches a batch, and registers the blocks that it fills in the prefix cache."""
         now = self._clock()
         for sequence in batch.admitted:
             if sequence.first_scheduled_at == 0.0:
                 sequence.first_scheduled_at = now
-        batch.launched_at = now
-        if not self.pending:
-            self._busy_since = now
+        self._times.launching(batch, now, in_flight=bool(self.pending))
         step = batch.to_step() if self.planned is None else self.planned[1]
         self.planned = None
         try:
@@ -303,10 +306,11 @@ class Engine:
         except self._out_of_memory as error:
             self._fail_largest(batch, error)
             return
-        self._num_steps += 1
+        self._times.num_steps += 1
         self.pending.append((self.scheduler.step, batch, pending))
         self.gate.launched(batch, pending)
-        # Blocks of chunks from the device, which come first, are registered when the ids arrive.
+        # A block is registered under its token ids. Chunks `from_device`, which are first in the
+        # batch, have tokens whose ids have not arrived, so `_postprocess` registers their blocks.
         for chunk in reversed(batch.chunks):
             if chunk.from_device:
                 break
@@ -314,45 +318,30 @@ class Engine:
             if chunk.checkpoints:
                 self._blocks.states.commit(chunk.checkpoints)
 
-    def _measure(self, batch: Batch, now: float) -> None:
-        """Corrects the step cost by a step whose result was read at `now`.
-
-        The step is taken to begin when the result of the step before was read, or at its own launch
-        if that was later. A step that waited for masks is left out. Of the steps that have only
-        decodes, one in `decode_period` is used.
-        """
-        ms = (now - max(self._read_at, batch.launched_at)) * 1e3
-        self._read_at = now
-        load = batch.load
-        if load is None and self._num_steps % self._step_cost.decode_period == 0:
-            load = StepLoad(len(batch.chunks), batch.num_tokens)
-            load.keys = sum([chunk.start + 1 for chunk in batch.chunks])
-        if load is not None and not batch.late:
-            self._step_cost.observe(load, ms)
-
     def _discard_plan(self) -> None:
-        """Reverts the planned step, if any, because the sequences that it should have change."""
+        """Reverts the step that was planned ahead, if any, because a message or the end of a
+        sequence changes which sequences take part in it.
+        """
         if self.planned is not None:
             batch, _ = self.planned
             self.planned = None
             self.scheduler.roll_back(batch)
 
     def _fail_largest(self, batch: Batch, error: BaseException) -> None:
-        """Fails one sequence of a step that did not fit into the device's memory.
-
-        It is the sequence with the longest chunk. All others of the step begin again.
+        """Fails the sequence with the longest chunk of a step for which the device had too little
+        memory. All other sequences of the step compute their tokens again.
         """
         largest = max(batch.chunks, key=lambda chunk: (chunk.length, chunk.sequence.admission))
         self.scheduler.abandon(batch)
         log.warning(
-            "the device is out of memory: the longest sequence of a step ends; lower "
+            "the device is out of memory: the sequence with most tokens in the step fails; lower "
             "DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or DECODER_MEMORY_FRACTION"
         )
         detail = f"the device is out of memory: {error}".splitlines()[0]
         self._finish(largest.sequence, error=InternalError(detail))
 
     def _postprocess(self, batch: Batch, output: StepOutput) -> None:
-        """Appends the sampled ids to their sequences and finds those that have ended."""
+        """Appends the tokens of a step to their sequences, and ends the sequences that they end."""
         for chunk, scores in zip(batch.scored, output.scores, strict=True):
             self._send_scores(chunk, scores)
         now = self._clock()
@@ -362,7 +351,7 @@ class Engine:
         logprobs = output.logprobs
         sampling = [chunk for chunk in batch.chunks if chunk.samples]
         rows, counts = output.token_ids.tolist(), output.num_tokens.tolist()
-        if batch.late:  # a sample whose mask came too late is no token
+        if batch.late:  # A chunk is void if its mask came too late: its token is discarded.
             counts = [0 if c.is_void else n for c, n in zip(sampling, counts, strict=True)]
         for index, (chunk, ids, count) in enumerate(zip(sampling, rows, counts, strict=True)):
             sequence = chunk.sequence
@@ -370,7 +359,8 @@ class Engine:
             if sequence.state is finished:
                 continue
             if count != chunk.limit:
-                # The plan counted `limit` tokens. A preempted sequence begins again at 0 anyway.
+                # The scheduler has counted `limit` tokens as computed. (If the sequence was
+                # preempted meanwhile, it counts none.)
                 if sequence.state is SequenceState.RUNNING:
                     sequence.num_computed_tokens -= chunk.limit - count
                 if count == 0:
@@ -398,15 +388,16 @@ class Engine:
                 self._finish(sequence, reason, event=event)
                 continue
             events.append(event)
-            # These tokens, or the one before them, have filled a block.
+            # If these tokens or the token before them have filled a block, it can be registered.
             if len(sequence.token_ids) % block_size <= count:
                 self._blocks.register(sequence)
 
     def _send_scores(self, chunk: Chunk, scores: Scores) -> None:
-        """Sends logprobs of prompt tokens that were not sent yet.
+        """Sends the logprobs of a chunk's prompt tokens that were not sent yet. A sequence that was
+        preempted computes its prompt, and the logprobs, a second time.
 
-        A preempted sequence computes its prompt again. The followers of its first `num_scored`
-        tokens have their logprobs sent already, so only those of the chunk's others are sent.
+        `scores` belongs to the tokens that follow each token of the chunk: entry i is the logprob
+        of token `chunk.start + i + 1` of the prompt.
         """
         sequence = chunk.sequence
         known = max(0, sequence.num_scored - chunk.start)
@@ -420,10 +411,9 @@ class Engine:
         self._events.append(SequenceEvent(sequence.sequence_id, [], prompt_logprobs=found))
 
     def _release_images(self, sequence: Sequence) -> None:
-        """Tells the front that it may reuse the memory of the sequence's images.
-
-        The prompt is computed. No step in flight computes it again, even if the sequence was
-        preempted: it is admitted again only after its tokens in flight have arrived.
+        """Tells the front that the memory of the sequence's images may be reused, because the whole
+        prompt is computed. No step in flight reads the images, either: if the sequence has been
+        preempted, the scheduler does not admit it again before its tokens in flight have arrived.
         """
         read = list(sequence.image_offsets)
         sequence.image_offsets.clear()
@@ -445,8 +435,9 @@ class Engine:
             sequence: a sequence that has not ended.
             reason: see `EndOfSequence`. Empty if there is an error, from which it follows.
             error: error that ends the sequence. None if the sequence ends without an error.
-            poisoned: True if the keys and values of the sequence are wrong.
-            event: event of the sequence's last tokens. None if there are no further tokens.
+            poisoned: True if the keys and values of the sequence are wrong, so that the prefix
+                cache must not have them.
+            event: event with the sequence's last tokens. None if there are no further tokens.
         """
         self._discard_plan()
         self.scheduler.finish(sequence, poisoned=poisoned)
@@ -460,7 +451,7 @@ class Engine:
         error: TriptychError | None = None,
         event: SequenceEvent | None = None,
     ) -> None:
-        """Sends the last event, once no step in flight reads the sequence's images any more."""
+        """Sends the last event of a sequence, once no step in flight reads its images."""
         event = event or SequenceEvent(sequence.sequence_id, [])
         event.end = end = EndOfSequence(reason, num_preemptions=sequence.num_preemptions)
         if error is not None:
@@ -472,14 +463,13 @@ class Engine:
             self._events.append(event)
 
     def _first_in_flight(self) -> int:
-        """Returns the number of the oldest step in flight. The next step's if none is in flight."""
+        """Returns the number of the oldest step in flight, or of the next step if there is none."""
         return self.pending[0][0] if self.pending else self.scheduler.step + 1
 
 
 def _append(sequence: Sequence, ids: list[int]) -> str | None:
-    """Appends sampled ids up to the end of the sequence, and removes the rest from `ids`.
-
-    Returns the reason why the sequence ends, or None if it goes on.
+    """Appends sampled ids to a sequence. If one of them ends the sequence, the ids behind it are
+    removed from `ids`. Returns the reason of the end, or None if the sequence goes on.
     """
     token_ids, stop_ids = sequence.token_ids, sequence.stop_ids
     known, min_tokens = len(token_ids), sequence.message.sampling.min_tokens
@@ -491,11 +481,11 @@ def _append(sequence: Sequence, ids: list[int]) -> str | None:
             reason = "length"
         else:
             continue
-        del ids[len(token_ids) - known :]  # these were sampled behind the end
+        del ids[len(token_ids) - known :]
         return reason
     return None
 
 
 def _gauges(stats: EngineStats) -> tuple[int, ...]:
-    """Returns the gauges whose changes are sent even if no step was launched."""
+    """Returns the gauges whose changes the front has to learn even if no step was launched."""
     return stats.num_running, stats.num_waiting, stats.num_lacking_images, stats.num_free_blocks

@@ -332,7 +332,7 @@ def test_a_mask_for_another_token_fails_its_sequence():
     harness.engine.mask_ready(7, 0, np.empty(0, np.int32))  # has ended already
     harness.step()
     assert harness.ends == {1: "failed"}
-    assert "token 1 came, at token 0" in harness.messages[1]
+    assert "token 1, but token 0 is next" in harness.messages[1]
     harness.assert_empty()
 
 

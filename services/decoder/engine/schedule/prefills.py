@@ -1,4 +1,8 @@
-"""The prefill phase: sequences from their arrival to their last prompt token. Pure Python."""
+"""The prefill phase: sequences from their arrival to the last token of their prompt. Pure Python.
+
+`scheduler` describes the queues. A preempted sequence comes back to this phase: its prompt then
+ends in the completion tokens that it has generated so far.
+"""
 
 from collections.abc import Iterator
 
@@ -20,24 +24,29 @@ class Prefills:
         decodes: the next phase, which takes each sequence whose last prompt token is planned.
 
     Attributes:
-        waiting: sequences without a row, in the order in which they are admitted.
-        parked_for_images: sequences by id without a row, which wait for an image.
-        parked_for_masks: sequences by id without a row, which wait for a token mask.
-        prefilling: sequences by id with a row and tokens to compute, in order of admission.
-        stalled: sequences by id with a row, whose next tokens wait for an image or a mask.
-        admitted: sequences that got a row since the last step that was launched.
-        lacking_images: sequences that were parked or stalled since the scheduler last asked.
+        waiting: sequences without a row, in the order in which they will be admitted.
+        parked_for_images: sequences without a row that wait for an image, by id.
+        parked_for_masks: sequences without a row that wait for a token mask, by id.
+        prefilling: sequences with a row and tokens to compute, by id, in order of admission.
+        stalled: sequences with a row whose next tokens need an image or a token mask that has not
+            arrived, by id.
+        admitted: sequences that were given a row since the last launched step. The runner has to
+            be told about them with the next step.
+        lacking_images: sequences that were parked or stalled since `Scheduler.take_wanted_images`
+            was last called. Their images may have been released and have to be obtained again.
         num_preemptions: number of preemptions so far.
         num_prefix_hit_tokens: number of prompt tokens found in the prefix cache so far.
-        min_partial_tokens: smallest number of tokens of a chunk that ends before a missing image.
-            Below 512 a step's time is dominated by kernel launches and weight reads, so that a
-            smaller chunk saves nothing.
+        min_partial_tokens: smallest number of tokens of a chunk that ends at a missing image or
+            before a missing mask. A step with fewer than 512 tokens takes hardly less time than
+            one with 512, because the weights are read in either, so a small extra step saves
+            nothing.
     """
 
     def __init__(self, info: EngineInfo, blocks: BlockManager, decodes: Decodes) -> None:
         self._blocks = blocks
         self._decodes = decodes
-        # Blocks that admissions leave free, so that running sequences are not preempted at once.
+        # Number of blocks that stay free when a sequence is admitted, because running sequences
+        # will soon need further blocks and would otherwise be preempted at once.
         self.watermark = blocks.num_blocks // 100
         self.min_partial_tokens = 512
         self.waiting = Admission(info.max_num_sequences)
@@ -51,7 +60,8 @@ class Prefills:
         self.num_prefix_hit_tokens = 0
         self._num_admissions = 0
         self._step = 0
-        # `_fitting_state` of the head that last did not fit. The head is tried again if it changes.
+        # `_fitting_state` when the first waiting sequence last did not fit. It is tried again only
+        # when the state has changed.
         self._refused = (-1, 0, 0)
 
     @property
@@ -61,7 +71,7 @@ class Prefills:
 
     @property
     def has_work(self) -> bool:
-        """True if a chunk could be planned before another message or token arrives."""
+        """True if a chunk can be planned even if no further message or token arrives."""
         head = self.waiting.head()
         return bool(self.prefilling) or (head is not None and not self._is_blocked(head))
 
@@ -75,17 +85,16 @@ class Prefills:
             self.waiting.remove(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes back the row and the blocks of a sequence, which leaves this phase's queues."""
+        """Takes the row and the blocks from a sequence, and takes it out of this phase's queues."""
         self.prefilling.pop(sequence.sequence_id, None)
         self.stalled.pop(sequence.sequence_id, None)
         self._blocks.free(sequence)
         self.waiting.release_row(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes back the row and the blocks of a sequence, which computes all its tokens again.
-
-        The full blocks stay in the prefix cache. A sequence of the decode phase has to be removed
-        from there first.
+        """Takes the row and the blocks from a sequence, which waits again and will compute all its
+        tokens again. Its full blocks stay in the prefix cache for now, so that it may find them. If
+        it is in the decode phase, the caller has to remove it there first.
         """
         stalled = sequence.sequence_id in self.stalled
         self._blocks.register(sequence)
@@ -100,7 +109,9 @@ class Prefills:
             self.add(sequence)
 
     def input_arrived(self, sequence: Sequence) -> None:
-        """Lets a sequence be planned again whose image or mask has arrived."""
+        """Makes a sequence plannable again, if the image or mask that has arrived was its last
+        missing input. A parked sequence waits to be admitted; a stalled one is prefilling.
+        """
         number = sequence.sequence_id
         if self._unpark(sequence):
             self.add(sequence)
@@ -110,10 +121,11 @@ class Prefills:
                 self.prefilling[number] = self.stalled.pop(number)
 
     def plan(self, budget: StepBudget, step: int) -> list[Chunk]:
-        """Returns chunks of prompts, in order, as far as the budget goes.
+        """Returns the step's chunks of prompts, as many as the budget allows.
 
-        The first prompt that is too long for a whole step is planned last. Half of the budget is
-        withheld for it, and it also gets what the prompts behind it leave of the other half.
+        Short prompts need not wait for a long one: if a prompt does not fit into a whole step, half
+        of the budget is reserved for its chunk, and the prompts behind it share the other half. The
+        chunk of the long prompt is planned last and also gets what they have not used.
 
         Args:
             budget: time and tokens of the step that prompts may use.
@@ -128,7 +140,7 @@ class Prefills:
             if long is None and budget.exceeds_step(self._chunk_end(sequence, start) - start):
                 long = sequence
                 budget.reserve_half()
-            elif budget.fitting_tokens(start):  # a later prompt, with fewer keys, may still fit
+            elif budget.fitting_tokens(start):  # If not, a prompt with fewer keys may still fit.
                 chunks += self._advance(sequence, budget)
         if long is not None:
             budget.release_half()
@@ -136,9 +148,8 @@ class Prefills:
         return chunks
 
     def parks(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Parks a waiting sequence that has nothing worth computing behind its cached prefix.
-
-        Returns whether the sequence was parked.
+        """Parks a waiting sequence if no chunk can be planned behind its cached `prefix`, because
+        of a missing input. Returns whether the sequence was parked.
         """
         computed = len(prefix) * self._blocks.block_size
         if self._chunk_end(sequence, computed) > computed:
@@ -149,16 +160,16 @@ class Prefills:
         return True
 
     def fits(self, sequence: Sequence, prefix: list[int], keep_free: int) -> bool:
-        """Returns whether there is a row, and blocks with `keep_free` of them left over."""
+        """Returns whether a row is free, and enough blocks that `keep_free` of them stay free."""
         num_tokens = len(sequence.token_ids)
         return self.waiting.has_free_row and self._blocks.can_allocate(
             num_tokens, prefix, keep_free
         )
 
     def _prompts(self) -> Iterator[Sequence]:
-        """Yields prefilling and waiting sequences in fair order.
-
-        A waiting sequence is admitted when its turn comes, as far as rows and blocks go.
+        """Yields prefilling and waiting sequences in the order in which the step computes them,
+        which is fair among tenants (`Admission`). A waiting sequence is admitted before it is
+        yielded. If it cannot be admitted, no other waiting sequence overtakes it.
         """
         for sequence in self.waiting.ordered(self.prefilling.values()):
             while (head := self.waiting.head()) is not None and self.waiting.precedes(
@@ -172,10 +183,13 @@ class Prefills:
             yield admitted
 
     def _advance(self, sequence: Sequence, budget: StepBudget) -> list[Chunk]:
-        """Returns the next chunk of a sequence, if any, and moves the sequence to its queue."""
+        """Returns the next chunk of a sequence, or no chunk, and moves the sequence to the queue
+        where it belongs then.
+        """
         start = sequence.num_computed_tokens
         end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
-        # Admitted sequences read checkpoints in this step, whose slots must not be given away.
+        # Sequences that were just admitted start from checkpoints of recurrent states. `plan` must
+        # not give the slots of these checkpoints to others.
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)
         length = end - start
         samples = end == len(sequence.token_ids)
@@ -194,9 +208,11 @@ class Prefills:
         return [Chunk(sequence, start, length, False, samples, checkpoints=checkpoints)]
 
     def _try_admit(self) -> Sequence | None:
-        """Gives the head of the queue a row and blocks. Returns None if the head has to wait."""
+        """Admits the first waiting sequence (the head), and returns it. Returns None if it cannot
+        be admitted now, or if none waits.
+        """
         while (head := self.waiting.head()) is not None:
-            # A preempted sequence whose last token has not arrived has to wait for the token.
+            # If the head was preempted while its last token was in flight, it has to wait for it.
             if head.num_in_flight or self._is_blocked(head):
                 return None
             prefix = self._blocks.find_prefix(head)
@@ -206,7 +222,7 @@ class Prefills:
             if self.fits(head, prefix, self.watermark if others else 0):
                 self._admit(head, prefix)
                 return head
-            # A sequence that stalled in this step is part of its batch.
+            # A stalled sequence may be preempted, unless this very step has a chunk of it.
             victims = [s for s in self.stalled.values() if s.last_prefill_step != self._step]
             if not victims:
                 if self.waiting.has_free_row:
@@ -216,15 +232,15 @@ class Prefills:
         return None
 
     def _is_blocked(self, head: Sequence) -> bool:
-        """Returns whether the head cannot be admitted before a message or a token arrives."""
+        """Returns whether the head certainly cannot be admitted now."""
         if self.stalled:
-            return False  # a stalled sequence can be preempted
+            return False  # A stalled sequence can be preempted for it.
         return not self.waiting.has_free_row or self._refused == self._fitting_state(head)
 
     def _fitting_state(self, head: Sequence) -> tuple[int, int, int]:
-        """Returns all that decides whether the blocks of the head fit.
-
-        The longest prefix of any sequence stays the same while no block is registered.
+        """Returns the values on which it depends whether the blocks of the head fit: the head, the
+        number of free blocks, and the number of registrations, because a newly registered block may
+        make the head's cached prefix longer.
         """
         return head.sequence_id, self._blocks.num_free, self._blocks.num_registrations
 
@@ -233,7 +249,8 @@ class Prefills:
         computed = sequence.num_computed_tokens = len(prefix) * self._blocks.block_size
         self._blocks.states.admitted(sequence)
         if sequence.admission == 0:
-            # A sequence that another decoder began may find completion tokens in the cache, too.
+            # If another decoder has begun the answer, completion tokens may be cached, too. They do
+            # not count as cached prompt tokens.
             sequence.num_cached_tokens = min(computed, sequence.num_prompt_tokens)
             self.num_prefix_hit_tokens += sequence.num_cached_tokens
         self._num_admissions += 1
@@ -249,14 +266,13 @@ class Prefills:
         parked[sequence.sequence_id] = sequence
 
     def _unpark(self, sequence: Sequence) -> bool:
-        """Returns whether the sequence was parked."""
+        """Takes a sequence out of the parked sequences. Returns False if it was not parked."""
         parked = self.parked_for_images, self.parked_for_masks
         return any(queue.pop(sequence.sequence_id, None) for queue in parked)
 
     def _chunk_end(self, sequence: Sequence, start: int) -> int:
-        """Returns the latest end of a chunk from `start` on, before the first missing input.
-
-        Returns `start` if the chunk would be too short to be worth a step.
+        """Returns the end of the longest chunk that begins at `start` and needs no missing input.
+        Returns `start` if the chunk would be so short that it is not worth a step.
         """
         end = sequence.num_ready_tokens(start)
         if end == len(sequence.token_ids):

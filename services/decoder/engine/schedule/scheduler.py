@@ -1,8 +1,9 @@
 """The scheduler decides which tokens of which sequences the next step computes. Pure Python.
 
-A step computes the next token of every decoding sequence first, and then prompts, in chunks, as far
-as the time of a step goes (`StepBudget`). Scheduling runs one step ahead of sampling: it needs the
-number of a sequence's tokens, not their ids. Stop ids are found when the ids arrive.
+A step first computes the next token of every decoding sequence. The time that is left in the step
+goes to prompts, which are computed in chunks (`StepBudget`). A step is planned while the step
+before it runs, when the ids of its tokens are not known yet. To plan, the number of a sequence's
+tokens is enough. The engine finds stop tokens when the ids arrive.
 
 A sequence is always in exactly one of these queues, which belong to `Prefills` and `Decodes`:
 
@@ -11,28 +12,32 @@ A sequence is always in exactly one of these queues, which belong to `Prefills` 
      │ input              ▼   │ input              ▼    │ token and mask
     parked ◀──preempt── stalled                   awaiting
 
-An input is an image that has not arrived, or a token mask that the next sample needs. Not drawn: a
-preempted sequence of any other queue waits again, a waiting sequence without anything to compute is
-parked, and a sequence can finish in every queue.
+- *waiting*: the sequence has neither a row nor blocks, and waits to be *admitted*, which gives it
+  both.
+- *prefilling*: the sequence has a row and blocks, and tokens of its prompt to compute.
+- *stalled*: the sequence has a row and blocks, but its next tokens need an *input* that has not
+  arrived: an image, or the token mask for the next sample. It keeps both until another sequence
+  needs them.
+- *parked*: the sequence waits for an input, as if stalled, but has neither a row nor blocks. A
+  waiting sequence is parked instead of admitted if it has fewer tokens before its first missing
+  input than are worth a step (`Prefills.min_partial_tokens`).
+- *decoding*: the prompt is computed. Every step computes the sequence's next token.
+- *awaiting*: the sequence has token masks, and its last token or the mask for its next token has
+  not arrived. It takes part in no step until both have. With `late_masks`, it need not await them:
+  it stays *decoding*, because a mask may also arrive while its step is computed. It awaits only if
+  a mask came too late for its step, from which it then gets no token.
 
-- *stalled*: the sequence has computed its tokens up to the missing input, except a few that would
-  not be worth a step. It keeps row and blocks until another sequence needs them.
-- *parked*: the sequence has neither row nor blocks, and nothing worth computing before its input
-  arrives. The few tokens before an image would cost a step of their own and save almost nothing.
-- *awaiting*: the sequence has token masks. It is planned again once its last token and the next
-  token's mask have arrived. Sequences without masks never await: they are *decoding* and planned in
-  every step. With `late_masks`, sequences with masks are decoding, too, because a mask may arrive
-  while its step is computed. If the mask comes too late, the sequence gets no token from that step
-  and awaits.
+The picture leaves out three transitions: a sequence that is preempted while prefilling, decoding or
+awaiting waits again; a waiting sequence may be parked; and a sequence can finish in every queue.
 
-A step may yield up to `max_tokens_per_step` tokens for a sequence. If that is more than one, only
-the device knows how many tokens a row has until their ids arrive.
-The plan therefore uses upper bounds: a sequence has blocks for all tokens that its steps in flight
-may yield, and `num_computed_tokens` is corrected when fewer tokens come. A sequence is not planned
-while its last token may be in flight.
+A step may yield up to `max_tokens_per_step` tokens for a sequence. If that is more than one, the
+host does not know how many tokens a step in flight yields. The plan assumes the largest number: the
+sequence gets blocks for that many tokens, and `num_computed_tokens` is corrected when fewer arrive.
+A sequence is not planned if a token in flight may be its last.
 
-Any running sequence can be preempted. The sequence loses its blocks and computes all tokens again.
-Released images are requested again, unless the prefix cache covers their tokens.
+Any sequence with a row can be preempted: it loses its row and its blocks, and computes all its
+tokens again later. If its images have been released by then, the front has to obtain them again,
+unless the prefix cache has the keys and values of their tokens.
 """
 
 import numpy as np
@@ -51,11 +56,11 @@ from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 
 
 class Scheduler:
-    """Plans steps from the two phases, and decides which sequence is preempted.
+    """Plans steps from the sequences of `Prefills` and `Decodes`, and decides which is preempted.
 
     Args:
         info: the engine's limits: rows, tokens of a step, tokens of a sequence.
-        blocks: the KV blocks; only the scheduler and its phases allocate and free them.
+        blocks: the KV blocks. Only `Scheduler`, `Prefills` and `Decodes` allocate and free them.
         late_masks: True if a step may be planned before the masks for its samples have arrived.
         step_ms: milliseconds that a step may last; see `StepCost.bound`.
         step_cost: the model that predicts how long a step lasts.
@@ -116,14 +121,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if a step could be planned now, or once the steps in flight have finished."""
+        """True if a step can be planned now, or when the tokens in flight have arrived."""
         return bool(self.decodes.decoding or self.prefills.has_work or self.decodes.ready())
 
     @property
     def is_steady(self) -> bool:
-        """True if the next step has only decodes whose tokens are on the device.
-
-        A free block for each of them has to be left, so that the plan preempts nobody.
+        """True if the next step consists of decoding sequences alone and preempts none of them, so
+        that it can be planned ahead. There has to be a free block for each of them.
         """
         others = self.prefills.prefilling or len(self.prefills.waiting) or self.decodes.ready()
         return not others and len(self.decodes.decoding) <= self.blocks.num_free
@@ -152,24 +156,26 @@ class Scheduler:
         self.prefills.add(sequence)
 
     def image_ready(self, sequence: Sequence, key: bytes, arena_offset: int) -> None:
-        """Notes where an image of the sequence is, which may let the sequence go on."""
+        """Notes where in the arena an image is. If the sequence was waiting for it, the sequence
+        can be planned again.
+        """
         sequence.image_offsets[key] = arena_offset
         self.prefills.input_arrived(sequence)
 
     def mask_ready(self, sequence: Sequence, mask: npt.NDArray[np.int32]) -> None:
-        """Takes the mask for the sequence's next token, which may let the sequence go on."""
+        """Takes the mask for the sequence's next token, so that the sequence can be planned."""
         sequence.token_mask = mask
         self.prefills.input_arrived(sequence)
 
     def mask_missed(self, sequence: Sequence) -> None:
-        """Notes that a launched step yields no token for the sequence, whose mask came too late."""
+        """Notes that a sequence gets no token from a launched step, because its mask is late."""
         self.decodes.await_mask(sequence)
 
     def finish(self, sequence: Sequence, *, poisoned: bool = False) -> None:
-        """Ends a sequence in any state; its row and its blocks are free when this returns.
+        """Ends a sequence in any state. Its row and its blocks are free when the method returns.
 
-        A step in flight may still write to the blocks. This is harmless: the next owner uses them
-        in later steps, and the device runs steps in order.
+        A step in flight may still write to the blocks. This does no harm: the next owner writes to
+        them in a later step, and the device runs the steps in order.
 
         Args:
             sequence: a sequence that has not finished.
@@ -204,12 +210,14 @@ class Scheduler:
             batch.late = [c for c in chunks if c.from_device and c.sequence.message.token_masks]
             for chunk in batch.late:
                 chunk.is_late = True
-        if chunks:  # else the next step that is launched has to send them
+        if chunks:  # If there are none, this batch is not launched, and a later one has the lists.
             self.prefills.admitted, self.decodes.extended = [], []
         return batch
 
     def take_wanted_images(self) -> list[ImagesOf]:
-        """Returns the released images that sequences have to read again, since the last call."""
+        """Returns the images that sequences have lost and have to read again, since the last call:
+        the images were released, and the sequences preempted.
+        """
         wanted: list[ImagesOf] = []
         for sequence in self.prefills.lacking_images:
             if sequence.images_read:
@@ -219,10 +227,10 @@ class Scheduler:
         return wanted
 
     def roll_back(self, batch: Batch) -> None:
-        """Reverts a batch that was not launched.
+        """Reverts a batch that was not launched. Its sequences keep their rows and blocks.
 
-        The sequences keep their rows and blocks, so that the same decodes can be planned again. The
-        next step sends whole block tables of sequences whose changes this batch would have sent.
+        The batch would have sent additions to block tables to the runner. `to_step` may have marked
+        them as sent, so the next step sends the whole tables of these sequences.
         """
         for chunk in batch.chunks:
             chunk.sequence.num_computed_tokens = chunk.start
@@ -234,9 +242,8 @@ class Scheduler:
         self.decodes.extended = batch.extended + self.decodes.extended
 
     def abandon(self, batch: Batch) -> None:
-        """Reverts a batch whose launch has failed.
-
-        Its sequences begin again, because their rows on the device are undefined.
+        """Reverts a batch whose launch has failed. Its sequences are preempted and compute all
+        their tokens again, because the contents of their rows on the device are undefined.
         """
         self.roll_back(batch)
         for chunk in batch.chunks:
@@ -244,8 +251,8 @@ class Scheduler:
             self._preempt(chunk.sequence)
 
     def _plan_prompts(self, chunks: list[Chunk], num_tokens: int) -> StepLoad:
-        """Appends chunks of prompts to the decodes, and returns the work of the whole step."""
-        # A decode attends to the keys before its token and to the token's own.
+        """Appends chunks of prompts to those of decodes. Returns the work of the whole step."""
+        # The token of a decode attends to the `start` tokens before it and to itself.
         keys = sum([chunk.start + 1 for chunk in chunks])
         load = StepLoad(len(chunks), num_tokens, keys=keys)
         num_prompts = len(self.prefills.prefilling) + len(self.prefills.waiting)
@@ -260,7 +267,9 @@ class Scheduler:
         return load
 
     def _extend_decodes(self) -> None:
-        """Gives decodes the blocks of their next step, and preempts while too few are free."""
+        """Gives decoding sequences the blocks that they need in the next step. While too few blocks
+        are free, sequences are preempted.
+        """
         if not (lacking := self.decodes.lacking_blocks()):
             return
         num_lacking = self.decodes.num_lacking_blocks
@@ -270,18 +279,17 @@ class Scheduler:
         self.decodes.append_blocks(lacking)
 
     def _victim(self) -> Sequence:
-        """Returns the sequence to preempt next.
-
-        It is the stalled sequence that was admitted last. If none is stalled, `Admission` chooses.
+        """Returns the sequence to preempt next: of the stalled sequences, the one that was admitted
+        last. If none is stalled, `Admission` chooses by tenant and priority.
         """
         if self.prefills.stalled:
             return max(self.prefills.stalled.values(), key=latest)
         return self.prefills.waiting.victim(self.running())
 
     def _yield_rows(self) -> None:
-        """Preempts sequences of tenants with many rows until the head of the queue fits.
-
-        A head with tokens in flight cannot be admitted, so nothing is preempted for it.
+        """Preempts sequences of tenants with many rows, until the first waiting sequence, of a
+        tenant with few rows, can be admitted (`Admission.yielding`). If that sequence has tokens in
+        flight, it cannot be admitted now, so no sequence is preempted for it.
         """
         prefills = self.prefills
         running = self.running()
@@ -291,7 +299,7 @@ class Scheduler:
                 return
             prefix = self.blocks.find_prefix(head)
             if prefills.parks(head, prefix):
-                continue  # the queue has another head
+                continue  # Another sequence is the first of the queue now.
             if prefills.fits(head, prefix, prefills.watermark):
                 return
             self._preempt(victim)

@@ -1,0 +1,63 @@
+"""The times of the engine's steps: how long each step takes, and how long the device was busy."""
+
+from services.decoder.engine.schedule.batch import Batch
+from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
+
+
+class StepTimes:
+    """Times the steps of an engine, and corrects the step cost by them.
+
+    A step is taken to begin when the result of the step before was read, because the device runs
+    one step after the other. If the step was launched later than that, it begins at its launch.
+
+    Args:
+        cost: the model that predicts how long a step lasts.
+
+    Attributes:
+        cost: the model that predicts how long a step lasts.
+        num_steps: number of steps that were launched.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        self.num_steps = 0
+        self.cost = cost
+        self._read_at = 0.0  # when the last step's result was read
+        self._busy_s = 0.0  # how long steps were in flight, up to the last time that none was
+        self._busy_since = 0.0  # when a step was last launched while none was in flight
+
+    def busy_s(self, now: float, *, in_flight: bool) -> float:
+        """Returns for how many seconds so far a step was in flight.
+
+        Args:
+            now: present time.
+            in_flight: True if a step is in flight now.
+        """
+        return self._busy_s + (now - self._busy_since if in_flight else 0.0)
+
+    def launching(self, batch: Batch, now: float, *, in_flight: bool) -> None:
+        """Notes that a step is launched now. `in_flight` says whether another step is in flight."""
+        batch.launched_at = now
+        if not in_flight:
+            self._busy_since = now
+
+    def read(self, batch: Batch, now: float, *, in_flight: bool) -> None:
+        """Notes that the result of a step was read now, and corrects the step cost.
+
+        A step that waited for token masks is left out. Of the steps without prompts, one in
+        `StepCost.decode_period` is used.
+
+        Args:
+            batch: plan of the step.
+            now: present time.
+            in_flight: True if another step is in flight.
+        """
+        if not in_flight:
+            self._busy_s += now - self._busy_since
+        ms = (now - max(self._read_at, batch.launched_at)) * 1e3
+        self._read_at = now
+        load = batch.load
+        if load is None and self.num_steps % self.cost.decode_period == 0:
+            load = StepLoad(len(batch.chunks), batch.num_tokens)
+            load.keys = sum([chunk.start + 1 for chunk in batch.chunks])
+        if load is not None and not batch.late:
+            self.cost.observe(load, ms)
