@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.answers.answer import AnswerParser
-from services.gateway.clients.decoders import TokenEvent
+from services.gateway.clients.token_event import TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.parts import Call, Part, Text
 from services.gateway.forms.responses import MIN_LOGPROB, LogprobEntry, TopLogprob, Update

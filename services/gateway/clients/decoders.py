@@ -2,8 +2,9 @@
 
 The gateway has one gRPC stream to each decoder, which carries the commands (submit, cancel) and the
 events of all its sequences. `Attempts` chooses a pod with `DecoderPool.choose` and submits a
-sequence with `DecoderPod.submit`. If the pod is lost, each of its sequences gets a last event with
-the error `ProcessLost`.
+sequence with `DecoderPod.submit`. The pod passes each event of the sequence to its receiver, which
+is the `Attempts`, as a `TokenEvent`: new tokens of the choice, or its end. If the pod is lost, each
+of its sequences gets a last event with the error `ProcessLost`.
 """
 
 import asyncio
@@ -11,10 +12,8 @@ import itertools
 import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import grpc.aio
-from msgspec import Struct
 
 from services.common.errors import (
     EmbeddingUnavailable,
@@ -29,62 +28,9 @@ from services.gateway.clients.commands import Commands
 from services.gateway.clients.pods import Pod, PodDialer, PodState, Pool
 from services.gateway.clients.sent_prompts import PromptChain, Sent, SentPrompts, choose
 from services.gateway.clients.served_model import ServedModel
+from services.gateway.clients.token_event import EmbeddingLost, EventReceiver, TokenEvent
 
 log = logging.getLogger(__name__)
-
-
-class TokenEvent(Struct, frozen=True):
-    """New tokens of one choice, or the end of the choice.
-
-    Attributes:
-        choice: index of the choice in the request.
-        token_ids: ids of the new tokens.
-        logprobs: log probabilities, one entry per token id. Empty unless the request asks for them.
-        started: durations of the stages before the first token, and the number of prompt tokens
-            that the decoder had cached. None unless the event has the sequence's first token.
-        finish_reason: `stop` or `length` with the last tokens, otherwise None.
-        error: error that ended the sequence. No event follows it.
-        prompt_logprobs: log probabilities of prompt tokens. They come before the first token.
-        decoder_drains: True if the decoder is shutting down and may end before the sequence does.
-    """
-
-    choice: int
-    token_ids: Sequence[int] = ()
-    logprobs: Sequence[pb.TokenLogprobs] = ()
-    started: pb.Started | None = None
-    finish_reason: str | None = None
-    error: TriptychError | None = None
-    prompt_logprobs: Sequence[pb.PromptLogprobs] = ()
-    decoder_drains: bool = False
-
-    @property
-    def is_last(self) -> bool:
-        """True if no event of the sequence follows."""
-        return self.finish_reason is not None or self.error is not None
-
-    @property
-    def num_bytes(self) -> int:
-        """Estimate of the memory that the event takes, in bytes."""
-        num_bytes = 256 + 40 * len(self.token_ids)
-        for entry in self.logprobs:
-            num_bytes += 64 * (1 + len(entry.top_token_ids))
-        return num_bytes
-
-
-class EventReceiver(Protocol):
-    """The receiver of a sequence's events; `Attempts` is one."""
-
-    def receive(self, event: TokenEvent) -> None:
-        """Takes an event. Called in the event loop, and must not wait."""
-        ...
-
-
-class EmbeddingLost(EmbeddingUnavailable):
-    """A decoder could not get an image's embedding from `encoder_address`."""
-
-    def __init__(self, message: str, encoder_address: str) -> None:
-        super().__init__(message)
-        self.encoder_address = encoder_address
 
 
 class DecoderPod(Pod):

@@ -27,9 +27,10 @@ from services.common.errors import (
 )
 from services.common.pb import decoder_pb2 as pb
 from services.common.spans import Span, start_span
-from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost, TokenEvent
+from services.gateway.clients.decoders import DecoderPod, DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.sent_prompts import PromptChain
+from services.gateway.clients.token_event import EmbeddingLost, TokenEvent
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.completion import Completion
 from services.gateway.request.encode_calls import OUTCOME_TIMEOUT_S, EncodeCalls

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from msgspec import structs
 
 from services.gateway.answers.thinking_budget import ThinkingBudget
-from services.gateway.clients.decoders import TokenEvent
+from services.gateway.clients.token_event import TokenEvent
 from services.gateway.request.attempts import Attempts
 from services.gateway.request.completion import Completion
 

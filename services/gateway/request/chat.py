@@ -16,8 +16,9 @@ from services.common.threads import WorkerThreads
 from services.gateway.answers.answer_reader import AnswerReader
 from services.gateway.answers.detokenizer import Choice
 from services.gateway.answers.thinking_budget import thinking_budget
-from services.gateway.clients.decoders import DecoderPool, TokenEvent
+from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
+from services.gateway.clients.token_event import TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import Update
 from services.gateway.media.images import Image, ImageReader

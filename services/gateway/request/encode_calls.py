@@ -20,8 +20,8 @@ from services.common.errors import (
 from services.common.geometry import Run
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import DescribeEncoderResponse, EncodeResponse
-from services.gateway.clients.decoders import EmbeddingLost
 from services.gateway.clients.encoders import SOURCES, EncoderPod, EncoderPool
+from services.gateway.clients.token_event import EmbeddingLost
 from services.gateway.media.kinds import VIDEO
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.completion import Completion, Medium

@@ -3,7 +3,7 @@
 import asyncio
 
 from services.common.errors import InvalidRequest, Overloaded
-from services.gateway.clients.decoders import TokenEvent
+from services.gateway.clients.token_event import TokenEvent
 from services.gateway.request.losses import RetryableFailure
 
 # A decoder's event, or a failed encode call: RetryableFailure if another encoder may succeed,

@@ -13,7 +13,7 @@ from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.detokenizer import Choice
 from services.gateway.answers.tool_parsers import PARSERS
 from services.gateway.answers.tool_use import ToolCalls
-from services.gateway.clients.decoders import TokenEvent
+from services.gateway.clients.token_event import TokenEvent
 from services.gateway.forms.openai import ChatRequest, Message
 from services.gateway.forms.responses import ChunkWriter, assistant_message
 from services.gateway.forms.tools import FunctionDefinition

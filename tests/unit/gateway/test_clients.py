@@ -11,11 +11,12 @@ from services.common.errors import EngineLost, ProcessLost, TriptychError, Unava
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import EncodeRequest, Grid
 from services.gateway.clients import pods
-from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
+from services.gateway.clients.decoders import DecoderPod, DecoderPool
 from services.gateway.clients.encoders import EncoderPod, EncoderPool
 from services.gateway.clients.pods import Pod, PodDialer, PodNames, PodTimes, Pool, pick
 from services.gateway.clients.sent_prompts import PromptChain
 from services.gateway.clients.served_model import ServedModel
+from services.gateway.clients.token_event import EmbeddingLost
 from services.gateway.request.mailbox import Mailbox as RequestMailbox
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.noise import PATIENCE_S, turns

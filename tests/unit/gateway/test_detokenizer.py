@@ -5,7 +5,7 @@ import random
 import pytest
 
 from services.gateway.answers.detokenizer import Choice, StopMatcher
-from services.gateway.clients.decoders import TokenEvent
+from services.gateway.clients.token_event import TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.parts import Text
 from tests.tiny_tokenizer import added_ids, vocab_size

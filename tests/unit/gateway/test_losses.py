@@ -29,7 +29,7 @@ from services.common.geometry import Run, Unit
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import EncodeRequest, EncodeResponse
 from services.gateway.answers.answer import AnswerFormat
-from services.gateway.clients.decoders import EmbeddingLost, EventReceiver, TokenEvent
+from services.gateway.clients.token_event import EmbeddingLost, EventReceiver, TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.media.images import Image
 from services.gateway.metrics import GatewayMetrics, Timings
