@@ -136,7 +136,7 @@ def create_gateway(
     )
 
     info = TokenizerInfo(spec.directory, template.source)
-    routes = create_routes(service, admission, metrics, info, kept, settings.others)
+    routes = create_routes(service, admission, metrics, info, kept, settings.others, pod_times)
     # msgspec checks requests, and `openapi` describes them from the same types, so FastAPI's own
     # validation and document are not used.
     router = APIRouter(lifespan=lambda _: _running(service, leases, web, loader, kept))

@@ -79,12 +79,15 @@ class PodTimes:
         resolve_empty_s: period of the look-ups while no pod accepts work.
         check_s: period of the health checks of a healthy pod.
         check_timeout_s: timeout of a health check.
+        absent_s: time from the gateway's start after which services that have not answered are
+            assumed to be scaled to zero.
     """
 
     resolve_s: float = 5.0
     resolve_empty_s: float = 1.0
     check_s: float = 1.0
     check_timeout_s: float = 2.0
+    absent_s: float = 10.0
 
 
 class PodNames:

@@ -16,9 +16,6 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.chat import ChatService
 from services.gateway.tenancy.admission import Admission
 
-# After so many seconds, services that do not answer are assumed to be scaled to zero.
-_PATIENCE_S = 10.0
-
 
 class Operations:
     """The handlers of the routes for operators.
@@ -27,14 +24,21 @@ class Operations:
         service: service that answers chat requests, with its clients of other services.
         admission: admission control, which knows the number of running requests.
         metrics: metrics of the gateway.
+        absent_s: seconds after which services that do not answer are assumed to be scaled to zero.
     """
 
-    def __init__(self, service: ChatService, admission: Admission, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        service: ChatService,
+        admission: Admission,
+        metrics: GatewayMetrics,
+        absent_s: float,
+    ) -> None:
         self._service = service
         self._admission = admission
         self._metrics = metrics
         self._was_ready = False
-        self._patient_until = time.monotonic() + _PATIENCE_S
+        self._patient_until = time.monotonic() + absent_s
 
     async def health(self, request: Request) -> Response:
         return JsonResponse({"status": "ok"})

@@ -10,6 +10,7 @@ from functools import partial
 
 from starlette.routing import Route
 
+from services.gateway.clients.pods import PodTimes
 from services.gateway.endpoints.chat_endpoint import chat_completions
 from services.gateway.endpoints.endpoint import GenerationEndpoint, UtilityEndpoint
 from services.gateway.endpoints.messages_endpoint import count_tokens, messages
@@ -40,6 +41,7 @@ def create_routes(
     tokenizer: TokenizerInfo,
     kept: EntryStore,
     other_gateways: Sequence[str] = (),
+    times: PodTimes | None = None,
 ) -> list[Route]:
     """Returns all routes of the gateway. The first ones are looked up first, so they are the paths
     that generate.
@@ -51,12 +53,13 @@ def create_routes(
         tokenizer: description of the model's tokenizer.
         kept: store of the responses that later requests continue.
         other_gateways: URLs of gateways whose models `/v1/models` lists, too.
+        times: times of the pods, which decide when absent services count as scaled to zero.
     """
     answers = StoredResponses(service, kept)
     generation = partial(GenerationEndpoint, service, admission, metrics)
     utility = partial(UtilityEndpoint, service, admission)
     models = ModelRoutes(service, other_gateways, int(time.time()))
-    operations = Operations(service, admission, metrics)
+    operations = Operations(service, admission, metrics, (times or PodTimes()).absent_s)
     return [
         Route("/v1/chat/completions", generation(chat_completions), methods=["POST"]),
         Route("/v1/completions", generation(text_completions), methods=["POST"]),

@@ -10,7 +10,6 @@ import pytest
 
 from services.gateway.app import create_gateway
 from services.gateway.clients.pods import PodTimes
-from services.gateway.endpoints import operations
 from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
 from tests.fakes import FakeDecoder, FakeEncoder
@@ -39,9 +38,8 @@ class Lonely:
         self.started_at = time.monotonic()
 
         async def start() -> None:
-            operations._PATIENCE_S, patience = patience_s, operations._PATIENCE_S
-            self.gateway = create_gateway(settings, pod_times=PodTimes(resolve_s=0.1))
-            operations._PATIENCE_S = patience
+            times = PodTimes(resolve_s=0.1, absent_s=patience_s)
+            self.gateway = create_gateway(settings, pod_times=times)
             self.server = GatewayServer(self.gateway, settings)
             self._serving = asyncio.create_task(self.server.serve())
             async with asyncio.timeout(PATIENCE_S):
