@@ -17,7 +17,6 @@ from services.common.geometry import Unit
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc
-from services.encoder.front import service
 from tests.contract.encoder_pod import LIKE, PREFIX, Pod, key_of, run_pod
 from tests.noise import PATIENCE_S, async_least, timed
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
@@ -132,10 +131,7 @@ async def test_many_callers_one_job(pod: Pod) -> None:
     assert len(pod.engine.jobs) == 1
 
 
-async def test_draining_waits_for_running_encodes_and_for_their_fetches(
-    pod: Pod, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service, "_QUIET_S", 2.0)  # in which a reader begins
+async def test_draining_waits_for_running_encodes_and_for_their_fetches(pod: Pod) -> None:
     pod.engine.gate.clear()
     encoding = asyncio.ensure_future(pod.encode(b"image"))
     await until(lambda: pod.engine.jobs)

@@ -200,15 +200,11 @@ def test_features_come_as_their_blocks_are_done(small: Pair) -> None:
         assert [feature for feature, _ in features] == [1, 2, 0]
 
 
-def test_positions_are_evicted_when_they_take_too_much(
-    small: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(positions, "_CACHE_BYTES", 20_000)
-    cache = positions.PositionCache(small.ours.pos_embed.weight, 32, 2)
+def test_positions_are_evicted_when_they_take_too_much(small: Pair) -> None:
+    cache = positions.PositionCache(small.ours.pos_embed.weight, 32, 2, max_bytes=20_000)
     frames = [(2 * n, 4) for n in range(1, 9)]
     whole = cache.of(frames)
     assert cache._cached_bytes <= 20_000 and len(whole.embeddings) == sum(h * w for h, w in frames)
-    monkeypatch.undo()
     again = positions.PositionCache(small.ours.pos_embed.weight, 32, 2).of(frames)
     assert torch.equal(whole.embeddings, again.embeddings) and torch.equal(whole.cos, again.cos)
 

@@ -5,9 +5,11 @@ changes nothing, and a file from Redis can be checked.
 """
 
 import asyncio
+import time
 
 from blake3 import blake3
 
+from services.common.clock import Clock
 from services.common.embeddings.embedding_cache import RedisCache
 from services.common.errors import NotFound, Overloaded, PayloadTooLarge
 from services.common.tenancy.tenant_store import TenantStore
@@ -32,14 +34,20 @@ class UploadedFiles:
             end with this process.
         max_bytes: the most bytes in this process, half of them for one tenant. A larger file is
             stored in Redis alone.
+        clock: monotonic clock in seconds.
     """
 
-    def __init__(self, redis: RedisCache | None, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        redis: RedisCache | None,
+        max_bytes: int = MAX_BYTES,
+        clock: Clock = time.monotonic,
+    ) -> None:
         self._redis = redis
         self._max_bytes = max_bytes
         self._reads = asyncio.Semaphore(_MAX_READS)
         self._writes = asyncio.Semaphore(_MAX_WRITES)
-        self._files = TenantStore[bytes](max_bytes // 2, max_bytes, TTL_S)
+        self._files = TenantStore[bytes](max_bytes // 2, max_bytes, TTL_S, clock)
 
     async def put(self, tenant: str, data: bytes) -> bytes:
         """Stores a file, and returns its digest.

@@ -61,10 +61,14 @@ class PositionCache:
             and data type.
         head_dim: size of an attention head.
         merge_size: patches per side of an image token.
+        max_bytes: bytes that the positions of earlier images may take.
     """
 
-    def __init__(self, table: Tensor, head_dim: int, merge_size: int) -> None:
+    def __init__(
+        self, table: Tensor, head_dim: int, merge_size: int, max_bytes: int = _CACHE_BYTES
+    ) -> None:
         self._table = table
+        self._max_bytes = max_bytes
         self.merge_size = merge_size
         quarter = torch.arange(0, head_dim // 2, 2, dtype=torch.float32)
         self._frequencies = 1.0 / ROPE_THETA ** (quarter / (head_dim // 2))  # [head_dim / 4], host
@@ -78,7 +82,7 @@ class PositionCache:
             frames: rows and columns of each image or frame in patches, in packing order.
         """
         found = [self._one(height, width) for height, width in frames]
-        while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
+        while self._cached_bytes > self._max_bytes and len(self._cache) > 1:
             self._cached_bytes -= self._cache.popitem(last=False)[1].size_bytes
         if len(found) == 1:
             return found[0]

@@ -167,10 +167,9 @@ async def test_many_small_files_take_room_and_no_time():
         await few.get("a", names[0])
 
 
-async def test_files_expire_after_their_last_use(monkeypatch: pytest.MonkeyPatch):
+async def test_files_expire_after_their_last_use():
     now = [100.0]
-    files = UploadedFiles(None)
-    monkeypatch.setattr(files._files, "_clock", lambda: now[0])
+    files = UploadedFiles(None, clock=lambda: now[0])
     used, unused = await files.put("a", b"1"), await files.put("a", b"2")
     now[0] += uploaded_files.TTL_S - 1.0
     await files.get("a", used)
