@@ -1,4 +1,4 @@
-"""The engine: it plans, launches and postprocesses one step after another.
+"""The engine plans, launches and postprocesses one step after another.
 
 The engine obeys the front's messages and returns a `StepDone` for each step. The scheduler plans
 the steps, and a runner computes them on the device. The engine knows no torch, no sockets and no
@@ -468,8 +468,8 @@ class Engine:
 
 
 def _append(sequence: Sequence, ids: list[int]) -> str | None:
-    """Appends sampled ids to a sequence. If one of them ends the sequence, the ids behind it are
-    removed from `ids`. Returns the reason of the end, or None if the sequence goes on.
+    """Appends sampled ids to a sequence, up to the id that ends the sequence. Removes the ids
+    behind that id from `ids`. Returns the reason of the end, or None if the sequence goes on.
     """
     token_ids, stop_ids = sequence.token_ids, sequence.stop_ids
     known, min_tokens = len(token_ids), sequence.message.sampling.min_tokens

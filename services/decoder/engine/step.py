@@ -1,12 +1,12 @@
-"""The runner's contract: a step of plain arrays goes in, sampled tokens come out.
+"""The interface between engine and runner: a step goes in as arrays, sampled tokens come out.
 
-A `Step` holds numpy arrays, integers and sampling parameters, and no live object, so another
-process can execute it. Every rank computes the `ComputeStep`, which is sent to the ranks as bytes.
-One rank samples, as the `SampleStep` says.
+A `Step` consists of numpy arrays, integers and sampling parameters, so it can be sent to another
+process. With tensor parallelism, several ranks (processes with a GPU each) compute the model
+together: each gets the `ComputeStep` as bytes. Rank 0 alone samples, as the `SampleStep` says.
 
-Steps are planned one ahead of sampling: when step n + 1 is planned, the tokens of step n are still
-on the device. Therefore a step never needs the id of a sampled token. A decode says only "the token
-that this row sampled last", which the runner keeps on the device, one per row.
+Step n + 1 is planned and launched while the tokens of step n are still on the device, so a step
+must not need the ids of tokens that were just sampled. For a decode, the step therefore names only
+the row. The runner keeps the token that each row has sampled last on the device.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 def _empty(dtype: type, *shape: int) -> Any:  # noqa: ANN401 - a field
-    """Returns a field whose default is an array without elements, of shape `[0]` or `shape`."""
+    """Returns a field whose default is an array without elements. Its shape defaults to `[0]`."""
     array = np.empty(shape or 0, dtype)
     return msgspec.field(default_factory=lambda: array)
 
@@ -42,15 +42,15 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_array_out)
 
 
 class RowStart(msgspec.Struct, array_like=True, frozen=True):
-    """The start of a sequence in a row, from this step on.
+    """Gives a row to a sequence, from this step on.
 
     Attributes:
         row: row number, 0 .. max_num_sequences - 1.
         sequence_id: id of the sequence, for logs and tests.
-        position_delta: a completion token at index j of the sequence has position
-            j + position_delta on each axis.
-        checkpoint: slot whose recurrent state becomes the row's state; -1 if the sequence is
-            computed from its first token on, so that the row begins without a state.
+        position_delta: number that is added to the index of a completion token in the sequence to
+            get its position on each axis.
+        checkpoint: slot with the recurrent state from which the row starts; -1 if the sequence is
+            computed from its first token on, so that it starts from no state.
     """
 
     row: int
@@ -65,10 +65,11 @@ class RowSampling(msgspec.Struct, frozen=True):
     Attributes:
         row: row number, as in the same step's `RowStart`.
         params: sampling parameters of the sequence.
-        num_prompt_tokens: length of the prompt. The sampler derives the number of completion tokens
-            from it, for `min_tokens` and for the random numbers of a seed.
-        prompt_token_ids, completion_token_ids: int32 ids of the tokens that penalties count; empty
-            if there are no penalties.
+        num_prompt_tokens: length of the prompt. The sampler subtracts it from the sequence's length
+            to get the number of completion tokens, on which `min_tokens` and the random numbers
+            of a seed depend.
+        prompt_token_ids, completion_token_ids: int32 ids of the tokens so far, which penalties
+            count. Empty if the parameters have no penalties.
     """
 
     row: int
@@ -82,36 +83,40 @@ class ComputeStep(msgspec.Struct, array_like=True):
     """The part of a step that each rank computes.
 
     The step has S chunks with T tokens together. A chunk is one sequence's part of the step: the
-    sequence's tokens [start, start + length) are computed. B of the chunks reach the last token of
-    their sequence, so that the next token is sampled. Chunks that take a token from the device come
-    first, then other chunks of a single token, then longer chunks.
+    sequence's tokens [start, start + length) are computed. B of the chunks have the last token of
+    their sequence; the next token is sampled for these. The order of the chunks is: chunks from the
+    device, whose one token is the token that the row has sampled last; other chunks of one token;
+    longer chunks. K is the number of tokens of all chunks that are not from the device.
+
+    For example, a step with two decodes, in rows 3 and 0, and the first 3 tokens of a longer prompt
+    in row 1 has S = 3, T = 5, B = 2, K = 3, rows `[3, 0, 1]`, lengths `[1, 1, 3]`,
+    num_from_device 2 and samples `[0, 1]`.
 
     Attributes:
         rows: `[S]`, row of each chunk.
         starts: `[S]`, number of tokens of each chunk's sequence whose keys and values are in the
-            cache already. Where steps may yield several tokens, the number for a chunk from the
-            device is an upper bound, and the device knows the right one.
-        lengths: `[S]`, number of tokens to compute of each chunk, at least 1.
-        num_from_device: number of the leading chunks whose one input token is the row's last
-            sampled token.
-        samples: `[B]`, indices of the chunks that reach the last token of their sequence. Their
-            logits are computed.
+            cache already. If steps may yield several tokens, the number is an upper bound for a
+            chunk from the device; the runner keeps the exact number on the device.
+        lengths: `[S]`, number of tokens of each chunk, at least 1.
+        num_from_device: number of chunks from the device, which come first.
+        samples: `[B]`, indices of the chunks for which a token is sampled.
         token_ids: `[K]`, token ids of the chunks that are not from the device, chunk after chunk.
-        positions: `[3, K]`, positions of the same tokens. The positions of tokens from the device
-            follow from the row's position delta.
-        limits: `[B]`, the most tokens that the step may yield for each sampling chunk, whose row
-            has blocks for start + length - 1 + limit tokens. None if each limit is 1.
+        positions: `[3, K]`, positions of the same tokens. The runner computes the positions of
+            tokens from the device, with the position delta of their rows.
+        limits: `[B]`, the most tokens that the step may yield for each chunk of `samples`, whose
+            row has blocks for start + length - 1 + limit tokens. None if each limit is 1.
         block_updates: `[U, 3]`, additions to block tables before the step runs: row, index of the
             first new entry, number of new entries.
         block_ids: the new entries of all U additions, one addition after the other.
-        row_starts: rows that other sequences get before the step runs.
+        row_starts: rows that are given to other sequences before the step runs.
         images: `[I, 5]`, runs of image tokens in the order of the step: index in the step of the
             run's first token, number of tokens of the run, byte offset of the embedding in the
             arena, number of tokens of the image, index in the image of the run's first token.
         state_saves: `[C, 2]`, recurrent states to save: index in the step of the token after which
             the state is saved, slot of the checkpoint. None if no state is saved.
-        scored: `[P, 3]`, runs of prompt tokens whose followers' logprobs are wanted: index in the
-            step of the run's first token, number n of tokens, number of alternatives.
+        scored: `[P, 3]`, runs of prompt tokens for which the logprobs of the tokens that follow
+            each of them are wanted: index in the step of the run's first token, number n of tokens,
+            number m of most likely tokens to report at each place.
     """
 
     rows: Int64Array
@@ -136,7 +141,9 @@ class ComputeStep(msgspec.Struct, array_like=True):
 
     @property
     def keeps_hidden(self) -> bool:
-        """True if the hidden states of all tokens are kept, not only of the tokens that sample."""
+        """True if the hidden states of all T tokens are needed, and not only those of the samples,
+        because logprobs of prompt tokens are wanted.
+        """
         return len(self.scored) > 0
 
     def to_bytes(self) -> bytes:
@@ -150,15 +157,16 @@ class ComputeStep(msgspec.Struct, array_like=True):
 
 
 class SampleStep(msgspec.Struct):
-    """The part of a step that one rank does: sampling from the logits of `ComputeStep.samples`.
+    """The part of a step that rank 0 alone does: sampling from the logits of the B samples.
 
     Attributes:
         row_starts: sampling parameters of the rows of `ComputeStep.row_starts`.
-        masked: `[M]`, samples that have a token mask, as indices into the B samples.
+        masked: `[M]`, the samples that have a token mask, as indices into the B samples.
         token_masks: `[M, ceil(vocab_size / 32)]` int32; bit i of word w allows token 32 * w + i.
-        late: `[L]`, further samples, whose token masks have not arrived yet. If there are any, the
-            step is computed at once and sampled only when `PendingStep.sample` is called.
-        followers: the tokens that follow the runs of `ComputeStep.scored`, run after run.
+        late: `[L]`, the samples whose token masks have not arrived yet, as indices into the B
+            samples. If there are any, the step is computed at once, but it is sampled only when
+            `PendingStep.sample` is called.
+        followers: ids of the tokens that follow each token of the runs in `ComputeStep.scored`.
     """
 
     row_starts: list[RowSampling] = []
@@ -176,22 +184,24 @@ class Step(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Logprobs of the n followers of a run, and of the m most likely tokens at each place."""
+    """Logprobs of the tokens that follow the n tokens of a run of `ComputeStep.scored`, and of the
+    m most likely tokens at the same places.
+    """
 
-    logprobs: FloatArray  # [n] float32, from the raw logits
-    ranks: Int32Array  # [n], rank of each follower; 1 is the most likely token
+    logprobs: FloatArray  # [n] float32, of the tokens that follow, from the raw logits
+    ranks: Int32Array  # [n], their ranks among all tokens; 1 is the most likely token
     top_ids: Int32Array  # [n, m]
     top: FloatArray  # [n, m] float32
 
 
 class StepOutput(NamedTuple):
-    """The tokens that a step yielded for its B samples, in their order.
+    """The tokens that a step has yielded for its B samples, in their order.
 
-    A runner with `info.max_tokens_per_step` k = 1 yields exactly one token for each sample. A
-    runner with a larger k yields between 1 and `ComputeStep.limits` tokens, and has computed the
-    keys and values of all of them but the last. So in both cases only the sequence's last token
-    lacks keys and values. The next step may be launched before the host knows the number. A
-    sequence that failed has one id, which is `NOT_FINITE` or `ALL_MASKED` of `kernels.sampling`.
+    If `info.max_tokens_per_step` k is 1, each sample has exactly one token. Otherwise it has
+    between 1 and `ComputeStep.limits` tokens, and the keys and values of all of them but the last
+    are in the cache. In both cases, the last token of a sequence is the only one without keys and
+    values. If sampling has failed for a sequence, it has a single id, which is negative:
+    `NOT_FINITE` or `ALL_MASKED` of `kernels.sampling`.
     """
 
     token_ids: Int32Array  # [B, k]; the first num_tokens of each row are valid
@@ -219,12 +229,14 @@ class PendingStep(Protocol):
         ...
 
     def result(self) -> StepOutput:
-        """Waits for the step's tokens, which are copied to the host without stopping the device."""
+        """Waits until the step's tokens are on the host, and returns them. The device meanwhile
+        computes the next step, if it was launched.
+        """
         ...
 
 
 class Runner(Protocol):
-    """The only owner of a device."""
+    """The only owner of a device. `ModelRunner` is the implementation."""
 
     @property
     def info(self) -> EngineInfo:
@@ -232,9 +244,8 @@ class Runner(Protocol):
         ...
 
     def prepare(self, step: Step) -> None:
-        """Prepares a step on the host while the step before it waits to be sampled.
-
-        The next call of `execute` may be for this step or for another.
+        """Does the host's work for a step, while the step before it waits to be sampled. The next
+        call of `execute` may be for this step or for another one.
         """
         ...
 
@@ -242,7 +253,7 @@ class Runner(Protocol):
         """Launches one step and returns without waiting for the device.
 
         If the call raises, part of the step may have run. The rows of the step's chunks are then
-        undefined, so their sequences have to start again. Row starts and block updates of rows
-        without a chunk may be lost, too, so a later step has to repeat them.
+        undefined, so their sequences have to start again. The step's row starts and block updates
+        may not have been executed, so a later step has to repeat those of all other rows.
         """
         ...

@@ -8,7 +8,7 @@ class StepTimes:
     """Times the steps of an engine, and corrects the step cost by them.
 
     A step is taken to begin when the result of the step before was read, because the device runs
-    one step after the other. If the step was launched later than that, it begins at its launch.
+    one step after the other. A step that was launched even later begins at its launch.
 
     Args:
         cost: the model that predicts how long a step lasts.

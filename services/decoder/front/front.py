@@ -2,9 +2,9 @@
 
 The front also obtains the images of the sequences, and enforces their deadlines. A sequence ends in
 two steps. First its last event is put into the outbox of its gateway, with a finish reason or an
-error; the sequence is then *reported*. It is removed when the engine has also ended it, because
-until then a step on the device may read its images. Each submitted sequence is reported exactly
-once, whichever part of the decoder fails.
+error; the sequence is then *reported*. When the engine has ended the sequence, too, the front
+removes it and releases its images, which a step on the device may have read until then. Each
+submitted sequence is reported exactly once, whichever part of the decoder fails.
 """
 
 import asyncio
@@ -282,9 +282,9 @@ class DecoderFront(InputListener):
     async def drain(self, grace_s: float) -> None:
         """Refuses new sequences and waits until the running sequences have ended.
 
-        If a sequence is expected to need more time than the grace period, its gateway is asked to
-        continue it on another decoder. Sequences that still run at the end of the period fail. Then
-        all streams close.
+        Gateways are asked to continue a sequence on another decoder if the sequence is expected to
+        run longer than the grace period. Sequences that still run at the end of the period fail.
+        Then all streams close.
 
         Args:
             grace_s: length of the grace period, in seconds.
@@ -302,9 +302,9 @@ class DecoderFront(InputListener):
             stream.outbox.close()
 
     def _seconds_left(self) -> dict[int, float]:
-        """Returns the estimated seconds that each sequence still needs, by its number. They are its
-        remaining tokens times its seconds per token so far. If the sequence has fewer than two
-        tokens, the mean of the other sequences' seconds per token is used.
+        """Returns the estimated seconds that each sequence still needs, by number: its remaining
+        tokens times its seconds per token. For a sequence with fewer than two tokens, the mean of
+        the other sequences' seconds per token is used.
         """
         now = time.time()
         seconds_per_token = {

@@ -1,8 +1,8 @@
 """Reads the messages of calls, and bounds the bytes that all calls together have in transit.
 
-A message may hold an image file or a video of tens of MiB. `EncoderServicer` therefore announces
-the bytes of each message here before gRPC reads them from the connection, and those of each file
-before it is sent.
+A message may hold an image file or a video of tens of MiB. The bytes of a message are therefore
+counted before gRPC reads the message from the connection, and the bytes of a file before the file
+is sent.
 """
 
 import asyncio

@@ -61,7 +61,7 @@ class EncoderServicer(Servicer):
 
     Args:
         description: answer to `Describe`: the model that this encoder serves, and its limits.
-        embeddings: the embeddings that are in memory, and those that are being computed.
+        embeddings: the embeddings, both stored ones and those in computation.
         metrics: the encoder's metrics.
         videos: the video files that gateways have sent.
         client_embeddings: the writer of embeddings that clients have computed themselves.
@@ -180,8 +180,8 @@ class EncoderServicer(Servicer):
     ) -> None:
         """Sends the bytes of an embedding, and then its digest.
 
-        A reader on this host gets the embedding's place in shared memory instead of its bytes, and
-        then the byte ranges that it can read there.
+        A reader on this host gets no bytes. It gets the embedding's place in shared memory, and the
+        byte ranges of the embedding as soon as they are written there.
         """
         entry, arena = reading.entry, reading.memory.arena
         if shared:

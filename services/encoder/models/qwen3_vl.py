@@ -97,8 +97,8 @@ class VisionTower(nn.Module):
         return StaticLayout(self._positions, max_patches, max_segments)
 
     def features(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
-        """Runs the tower. Yields each feature as soon as its block is computed (on CUDA, as soon as
-        its kernels are launched), so that the feature can be copied while later blocks run.
+        """Runs the tower. Yields each feature as soon as its block is computed or, on CUDA, as soon
+        as the kernels of the block are launched. The caller can copy it while later blocks run.
 
         Args:
             patches: pixels of the patches, scaled to [-1, 1], one row per patch. The merge² patches

@@ -99,11 +99,11 @@ class StopMatcher:
 
 
 class Choice:
-    """One choice of an answer. It takes token events, and returns the answer's updates.
+    """A choice of an answer. `feed` takes a token event, and returns an update of the answer.
 
     Args:
         index: index of the choice in the response.
-        request: the request, with its stop strings and the fields that it wants in the answer.
+        request: the request, with its stop strings and the wanted fields of the answer.
         tokenizer: the model's tokenizer.
         parser: the parser of reasoning and tool calls. None if the whole answer is text.
 
@@ -201,8 +201,8 @@ class Choice:
         return self._utf8.decode(b"".join([token_bytes(t) for t in token_ids if t not in skipped]))
 
     def _read(self, token_ids: Sequence[int]) -> tuple[list[Part], int]:
-        """Returns the parts that the tokens complete, and how many tokens belong to the choice: all
-        of them, or those up to the stop string that ends the choice.
+        """Returns the parts that the tokens complete, and how many tokens belong to the choice. If
+        a stop string ends the choice, the tokens behind the stop string do not.
         """
         parser, min_tokens = self._parser, self._request.min_tokens or 0
         if parser is None and not self.stops.stops:

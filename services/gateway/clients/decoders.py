@@ -265,8 +265,8 @@ class DecoderPool(Pool[DecoderPod]):
         """Returns the decoders that accept work and serve the gateway's model.
 
         If the gateway's model directory has no weights, the gateway does not know the fingerprint
-        of its model. It then adopts the fingerprint of the decoders, and adopts another one when no
-        decoder with the adopted fingerprint is left.
+        of its model. It then adopts the fingerprint of the decoders, and when no decoder with this
+        fingerprint is left, it adopts the fingerprint of the present decoders.
         """
         fitting = self.fitting()
         pods = [pod for pod in fitting if pod.healthy]
@@ -307,8 +307,8 @@ class DecoderPool(Pool[DecoderPod]):
     def choose(
         self, chain: PromptChain, key: bytes, exclude: Collection[str], num_tokens: int = 0
     ) -> DecoderPod:
-        """Chooses the decoder for a prompt: the one with the least work, where prompt tokens that
-        it has cached count as no work. `sent_prompts.choose` has the formula.
+        """Chooses the decoder with the least work for a prompt. Prompt tokens that are cached there
+        count as no work. `sent_prompts.choose` has the formula.
 
         Args:
             chain: hash chain of the prompt.

@@ -1,11 +1,11 @@
-"""The attempts of one request: they submit it to pods, and submit it again when a pod has failed.
+"""The attempts of one request: each attempt submits the request to pods, until one has succeeded.
 
 An attempt submits the request's choices to one decoder, as one sequence per choice, and calls
 encoders for the images. When a pod fails, the next attempt chooses among the other pods. Encoding
-an image twice does no harm. A new decoder continues the answer: it gets the prompt and the token
-ids that other decoders have generated so far. The client therefore sees one answer without a gap.
-`Losses` counts the processes that died while they had the request, and ends the request if it
-seems to kill them. If an image turns out to be unreadable, the request ends at once.
+an image twice does no harm. A new decoder continues the answer: the gateway sends the prompt and
+the token ids that were generated so far. The client therefore sees one answer without a gap.
+`Losses` counts the processes that died during the request, because the request may have killed
+them, and ends the request after the second death. An unreadable image ends the request at once.
 
 `ChatService.answer` makes one `Attempts` for each request. This file knows nothing of HTTP or text.
 """

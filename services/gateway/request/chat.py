@@ -42,8 +42,8 @@ class ChatService:
         model_names: names by which requests may call the model. Answers have the first.
         drafts: maker of a draft, which is the tokenized prompt before its images are loaded.
         prompts: maker of the prompt from its draft and its images.
-        answers: reader of the answer's format: whether the answer begins with reasoning, which tool
-            calls it may contain, and the grammar that it has to follow.
+        answers: reader of the answer's format. The format says whether the answer begins with
+            reasoning, which tool calls are allowed, and which grammar holds.
         images: reader of a request's images. None if the model takes only text, in which case there
             are no encoders.
         videos: reader of a request's videos. None if the model takes no videos.

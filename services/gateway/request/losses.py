@@ -2,9 +2,9 @@
 
 A *lost* process has died, or has stopped answering. Perhaps the request has killed it, so that each
 further pod would die, too. A request is therefore tried on one more pod after a loss, and ends if
-that pod is lost as well: two lost decoders or two lost encoders end it. A pod that answers with an
-error, or that was lost before the request was sent to it, is excluded from further attempts like a
-lost pod, but does not count towards the two.
+that pod is lost as well: two lost decoders or two lost encoders end it. Other failures exclude a
+pod from further attempts, but are not counted: the pod has answered with an error, or was lost
+before the request was sent.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ MAX_LOST = 2
 
 
 class RetryableFailure(Exception):
-    """Raised when one pod has failed the request, but another pod may serve it.
+    """Raised when one pod has failed the request, but the request may succeed on another pod.
 
     Args:
         error: error of the pod.
@@ -77,7 +77,7 @@ class Losses:
             error: error of the pod.
             param: place in the request of the image or video that the pod worked on, such as
                 `messages[0].content[1]`. Empty if the pod worked on no image or video.
-            kind: whether an image or a video is at `param`.
+            kind: kind of the medium at `param`: an image or a video.
         """
         self._last_error = error
         self.excluded[service].add(pod)
@@ -90,8 +90,8 @@ class Losses:
     def readmit_encoders(self) -> None:
         """Allows all encoders again, so that the only encoder can be tried a second time.
 
-        `num_lost` keeps its value, and an encoder that was lost before counts again if it is lost
-        again.
+        `num_lost` keeps its value. If the encoder is lost a second time, `num_lost` counts both
+        losses.
         """
         self.excluded["encoder"].clear()
         self._lost["encoder"].clear()

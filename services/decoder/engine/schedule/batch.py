@@ -1,8 +1,9 @@
-"""A batch: the plan of one step, and its conversion to the runner's `Step`.
+"""A batch: the plan of one step, and its conversion to the arrays of a `Step`.
 
-The scheduler makes a batch and the engine launches it. Chunks refer to live sequences, so that the
-engine finds them again when the step's tokens arrive. No other module turns sequences into arrays.
-Pure: no torch, no device.
+The scheduler makes a batch of chunks, one per sequence. The engine converts the batch to a `Step`
+and gives that to the runner. A `Step` has only arrays; the engine keeps the batch, whose chunks
+refer to their sequences, and appends the step's tokens to these when they arrive. Pure Python and
+numpy, without torch.
 """
 
 from dataclasses import dataclass, field
@@ -24,24 +25,25 @@ from services.decoder.engine.step import (
 
 
 class Chunk(msgspec.Struct, gc=False, eq=False):
-    """The part of a step for one sequence: tokens [start, start + length) of it are computed.
+    """One sequence's part of a step: its tokens [start, start + length) are computed.
 
     Attributes:
-        sequence: a sequence that holds a row and whose block table covers start + length - 1 +
-            limit tokens. The last token that the step yields needs no place yet: its keys and
-            values are computed by the next step.
-        start: number of tokens whose keys and values are in the cache already. An upper bound while
-            steps in flight may yield fewer tokens than their limits.
+        sequence: the sequence. It has a row, and blocks for start + length - 1 + limit tokens: all
+            that are in the cache afterwards. The last token that the step yields is not among
+            them, because its keys and values are computed by the next step.
+        start: number of the sequence's tokens whose keys and values are in the cache already. If
+            steps in flight may yield fewer tokens than planned, it is an upper bound.
         length: number of tokens to compute now, at least 1.
-        from_device: True if the one input token is the row's last sampled token, whose id may not
-            have arrived. Otherwise the ids are `sequence.token_ids[start : start + length]`.
-        samples: True if the chunk reaches the last token of the sequence, so that the next token
-            is sampled.
+        from_device: True if the chunk computes the one token that the row has sampled last, which
+            is on the device and whose id the host need not know. Otherwise the ids of the chunk's
+            tokens are `sequence.token_ids[start : start + length]`.
+        samples: True if the chunk has the sequence's last token, so that a next token is sampled.
         limit: the most tokens that the step may yield for the sequence.
-        checkpoints: pairs of a number n and a slot. The recurrent state after the sequence's first
-            n tokens is copied to the slot.
-        is_late: True if the sequence's token mask arrives while the step is computed.
-        is_void: True if that mask came too late, so that the sequence does not get the token.
+        checkpoints: recurrent states to save, as pairs (n, slot). The state after the sequence's
+            first n tokens is copied to the slot.
+        is_late: True if the sequence's token mask has not arrived when the step is launched.
+        is_void: True if the mask had not arrived either when the step was sampled. The sequence
+            then gets no token from this step.
     """
 
     sequence: Sequence
@@ -57,17 +59,18 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
 
 @dataclass(slots=True)
 class Batch:
-    """The plan of a step: decodes with a token on the device, other decodes, then prompts.
+    """The plan of a step.
 
     Attributes:
-        chunks: chunks of different sequences. A batch without chunks is not launched.
+        chunks: chunks of different sequences: first those `from_device`, then other decodes, then
+            prompts. A batch without chunks is not launched.
         num_tokens: the most tokens that the step computes.
-        admitted: sequences that were given a row since the last step that was launched.
-        extended: sequences that were given a block since the last step that was launched.
-        late: chunks whose token masks arrive while the step is computed.
-        scored: chunks with prompt tokens whose logprobs are wanted; filled by `to_step`.
-        load: the step's work. None if no prompt waits, so that nothing has to be predicted.
-        launched_at: `time.monotonic()` of the launch.
+        admitted: sequences that were given a row since the last launched step.
+        extended: sequences that were given a block since the last launched step.
+        late: chunks whose token masks have not arrived when the step is launched.
+        scored: chunks with prompt tokens whose logprobs are wanted. `to_step` fills the list.
+        load: the step's work, for predicting its time. None if no prompt waits.
+        launched_at: time of the launch, by the engine's clock.
     """
 
     chunks: list[Chunk]
@@ -82,17 +85,17 @@ class Batch:
     def to_step(self) -> Step:
         """Returns the step as arrays.
 
-        The entries of block tables count as sent from here on, so a step that cannot be launched
-        has to be reverted with `Scheduler.roll_back`.
+        The method notes which entries of block tables the runner gets with this step. If the step
+        is not launched after all, `Scheduler.roll_back` has to revert this.
 
-        Plain Python per chunk: after an idle time, the first use of each numpy function costs 10 to
-        80 µs, which a lone prompt would wait for.
+        The code is plain Python per chunk where numpy could do the same, because after an idle time
+        the first use of each numpy function takes 10 to 80 µs, for which a lone prompt would wait.
         """
         chunks = sampling = self.chunks
         num_from_device = len(chunks)
         rows = [chunk.sequence.row for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
-        if chunks[-1].from_device:  # then all are, because these chunks come first
+        if chunks[-1].from_device:  # Chunks from the device come first, so all of them are.
             rows, starts = np.array([rows, starts], np.int64)
             lengths, samples = np.ones_like(rows), np.arange(num_from_device)
         else:
@@ -113,15 +116,16 @@ class Batch:
             if masks := _token_masks(sampling, num_from_device):
                 sample.masked = np.array([*masks], np.int64)
                 sample.token_masks = np.stack([*masks.values()])
-        # `num_tokens` counts the limit of each decode, which is above 1 if several may be yielded.
+        # `num_tokens` counts each decode with its limit, so the two numbers differ if a limit is
+        # above 1.
         if self.num_tokens > compute.num_tokens:
             compute.limits = np.array([chunk.limit for chunk in sampling], np.int64)
         if self.late:
             sample.late = np.array([i for i, c in enumerate(sampling) if c.is_late], np.int64)
         if self.admitted or self.extended:
             compute.block_updates, compute.block_ids = self._block_updates()
-        for s in dict.fromkeys(self.admitted):  # once each, even if admitted twice
-            if s.row >= 0:  # else it was preempted or has ended meanwhile
+        for s in dict.fromkeys(self.admitted):  # A sequence may have been admitted twice.
+            if s.row >= 0:  # If not, the sequence has been preempted or has ended meanwhile.
                 start = RowStart(s.row, s.sequence_id, s.message.position_delta, s.checkpoint)
                 compute.row_starts.append(start)
                 sample.row_starts.append(_row_sampling(s))
@@ -130,13 +134,16 @@ class Batch:
     def _scored_runs(self, first: int) -> tuple[Int64Array, Int32Array]:
         """Returns `ComputeStep.scored` and `SampleStep.followers`.
 
-        `first` is the index in the step of the first token whose id the host knows.
+        Args:
+            first: number of chunks from the device. They have one token each, so it is also the
+                index in the step of the first token of the other chunks.
         """
         runs: list[tuple[int, int, int]] = []
         followers: list[int] = []
         for chunk in self.chunks[first:]:
             sequence, start = chunk.sequence, chunk.start
-            # The last prompt token is followed by a completion token, which is not scored.
+            # Logprobs of prompt tokens are wanted. The token behind the last prompt token is not
+            # one.
             end = min(start + chunk.length, sequence.num_prompt_tokens - 1)
             most = sequence.message.sampling.prompt_logprobs
             if most is not None and start < end and sequence.num_scored < end:
@@ -160,7 +167,7 @@ class Batch:
 
 
 def _token_masks(sampling: list[Chunk], first: int) -> dict[int, Int32Array]:
-    """Returns token masks by sample; chunks before `first` have no mask."""
+    """Returns the token masks by index in `sampling`. Chunks before `first` have no mask."""
     return {
         index: mask
         for index in range(first, len(sampling))
@@ -180,7 +187,7 @@ def _row_sampling(sequence: Sequence) -> RowSampling:
 
 
 def _state_saves(chunks: list[Chunk], first: int) -> Int64Array | None:
-    """Returns `ComputeStep.state_saves`; `first` is the index of the first chunk's first token."""
+    """Returns `ComputeStep.state_saves`. The step has `first` tokens before the first chunk."""
     saves: list[tuple[int, int]] = []
     for chunk in chunks:
         saves += [(first + tokens - 1 - chunk.start, slot) for tokens, slot in chunk.checkpoints]
@@ -189,7 +196,7 @@ def _state_saves(chunks: list[Chunk], first: int) -> Int64Array | None:
 
 
 def _known_tokens(chunks: list[Chunk]) -> tuple[Int32Array, Int32Array]:
-    """Returns ids `[K]` and positions `[3, K]` of chunks whose ids the host knows."""
+    """Returns the ids `[K]` and the positions `[3, K]` of the tokens of chunks, one by one."""
     if len(chunks) == 1:
         (chunk,) = chunks
         token_ids = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
@@ -225,7 +232,7 @@ def _fill_positions(chunk: Chunk, positions: Int32Array) -> None:
 
 
 def _image_runs(chunks: list[Chunk], first: int) -> Int64Array:
-    """Returns `ComputeStep.images`; `first` is the index of the first chunk's first token."""
+    """Returns `ComputeStep.images`. The step has `first` tokens before the first chunk."""
     runs: list[tuple[int, int, int, int, int]] = []
     for chunk in chunks:
         sequence = chunk.sequence

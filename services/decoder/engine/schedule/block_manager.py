@@ -1,11 +1,14 @@
 """The block manager: the owners of KV blocks, and the prefix cache. Pure Python.
 
-A block is free, or owned by one or more sequences. A full block whose token ids are
-known can be registered under its hash. The block can then be found until it is given to another
-sequence, so a free block may still serve a later prompt with the same prefix.
+A block has the keys and values of `block_size` tokens. It is free, or owned by one or more
+sequences. A full block whose token ids are known is registered under a hash of the whole prefix up
+to its end: token ids, image keys and the tenant's salt. A later prompt with the same prefix finds
+the block by this hash and shares it. When the last owner of a registered block ends, the block
+becomes free but can still be found, until it is given to another sequence for new contents.
 
-A block is registered as soon as the step that fills it was launched. A sequence that finds the
-block reads it in a later step, and the device runs steps in order, so nothing has to wait.
+A block is registered when the step that fills it was launched, not when the step is done. Another
+sequence that finds the block reads it in a later step, and the device runs the steps in order, so
+the contents are there by then.
 """
 
 from collections import OrderedDict
@@ -21,8 +24,8 @@ class BlockManager:
     Args:
         num_blocks: number of blocks of the pool, whose ids are 0 .. num_blocks - 1.
         block_size: number of tokens of a block.
-        states: checkpoints of recurrent states; a shared prefix has to end at one of them. None if
-            the model has no recurrent states.
+        states: checkpoints of recurrent states. With them, a shared prefix has to end at a
+            checkpoint. None if the model has no recurrent states.
 
     Attributes:
         references: number of sequences that own each block, by block id.
@@ -30,8 +33,8 @@ class BlockManager:
         reusable: free blocks that are registered, least recently used first.
         hash_of: hash of each registered block, by block id.
         block_of: id of each registered block, by hash.
-        num_registrations: number of registrations so far. Only a registration can make the prefix
-            that is found for a sequence longer.
+        num_registrations: number of registrations so far. As long as it stays the same, no
+            sequence can find a longer prefix than before.
     """
 
     def __init__(self, num_blocks: int, block_size: int, states: NoStates | None = None) -> None:
@@ -41,8 +44,8 @@ class BlockManager:
         self.num_registrations = 0
         self.references = [0] * num_blocks
         self.blank = list(range(num_blocks - 1, -1, -1))
-        # Not a dict: finding the first key of a dict whose first keys were deleted scans their
-        # empty entries each time.
+        # An OrderedDict and not a dict: after many deletions at its front, a dict takes long to
+        # find its first key.
         self.reusable: OrderedDict[int, None] = OrderedDict()
         self.hash_of: dict[int, bytes] = {}
         self.block_of: dict[bytes, int] = {}
@@ -57,10 +60,12 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the longest run of registered blocks that the sequence begins with.
+        """Returns the ids of the registered blocks that have the sequence's longest cached prefix.
 
-        With recurrent states, the run ends at a checkpoint. The block of the last known token is
-        never part of the run: at least one token has to be computed for the next to be sampled.
+        With recurrent states, the prefix ends at a checkpoint. It never has the sequence's last
+        token, because this token has to be computed so that the next one can be sampled. If
+        logprobs of prompt tokens are wanted, the prefix is empty, because all of them have to be
+        computed.
         """
         if sequence.needs_scores:
             return []
@@ -68,7 +73,7 @@ class BlockManager:
         prefix: list[int] = []
         while len(prefix) < most:
             if len(prefix) >= len(sequence.block_hashes):
-                # A few hashes at a time: most prompts are new from their first block on.
+                # Hashes are computed a few at a time, because most prompts have no cached prefix.
                 extend_hashes(sequence, self.block_size, min(most, 2 * len(prefix) + 1))
             block = self.block_of.get(sequence.block_hashes[len(prefix)])
             if block is None:
@@ -79,9 +84,10 @@ class BlockManager:
         return prefix
 
     def can_allocate(self, num_tokens: int, prefix: list[int], keep_free: int = 0) -> bool:
-        """Returns whether `num_tokens` fit behind a shared `prefix`, with `keep_free` left over."""
-        # Blocks of the prefix that no sequence owns are among the free blocks, and no longer free
-        # afterwards.
+        """Returns whether a sequence of `num_tokens` tokens that shares the blocks `prefix` can get
+        its other blocks, so that `keep_free` blocks stay free.
+        """
+        # Blocks of the prefix that no sequence owns are free now, and will not be free afterwards.
         revived = sum(1 for block in prefix if self.references[block] == 0)
         needed = self.num_blocks_for(num_tokens) - len(prefix) + revived
         return needed + keep_free <= self.num_free
@@ -89,7 +95,7 @@ class BlockManager:
     def allocate(self, sequence: Sequence, num_tokens: int, prefix: list[int]) -> None:
         """Gives a sequence without blocks the prefix, and new blocks for the rest of `num_tokens`.
 
-        Call it only after `can_allocate` was True and before anything else takes a block.
+        The caller has to have asked `can_allocate`, without having given away blocks since.
         """
         assert not sequence.block_table, "the sequence has blocks already"
         for block in prefix:
@@ -107,7 +113,9 @@ class BlockManager:
         sequence.capacity += self.block_size
 
     def register(self, sequence: Sequence) -> None:
-        """Registers the full blocks whose ids are known and whose steps were launched."""
+        """Registers the sequence's blocks that are full, as far as the ids of their tokens are
+        known and the steps that compute them were launched.
+        """
         known = min(len(sequence.token_ids), sequence.num_computed_tokens)
         num_full = known // self.block_size
         first = sequence.num_registered_blocks
@@ -116,7 +124,7 @@ class BlockManager:
         extend_hashes(sequence, self.block_size, num_full)
         for index in range(first, num_full):
             block_hash = sequence.block_hashes[index]
-            # Of two blocks with equal contents, the first stays registered.
+            # If another block with the same contents is registered, it stays the registered one.
             if block_hash not in self.block_of:
                 block = sequence.block_table[index]
                 self.block_of[block_hash] = block
@@ -125,9 +133,9 @@ class BlockManager:
         sequence.num_registered_blocks = num_full
 
     def free(self, sequence: Sequence) -> None:
-        """Takes the sequence's blocks back; registered blocks can be found until reused."""
-        # The last block first, so that it is also reused first: a block is found only if all blocks
-        # before it are.
+        """Takes the blocks from a sequence. Registered ones can be found until they are reused."""
+        # Free blocks are reused in the order in which they became free. A sequence's last blocks go
+        # first, because a block is of no use once a block before it has been reused.
         for block in reversed(sequence.block_table):
             self.references[block] -= 1
             if self.references[block] == 0:
@@ -141,14 +149,14 @@ class BlockManager:
         sequence.num_sent_blocks = 0
 
     def invalidate(self, sequence: Sequence) -> None:
-        """Removes the blocks and states of a sequence with wrong values from the prefix cache."""
+        """Removes a sequence's blocks and states from the prefix cache: their values are wrong."""
         for block in sequence.block_table:
             self._unregister(block)
         for block_hash in sequence.block_hashes:
             self.states.drop(block_hash)
 
     def reset(self) -> None:
-        """Empties the prefix cache; sequences keep their blocks."""
+        """Empties the prefix cache. Sequences keep the blocks that they own."""
         for block in list(self.hash_of):
             self._unregister(block)
 

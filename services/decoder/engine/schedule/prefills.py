@@ -1,7 +1,7 @@
 """The prefill phase: sequences from their arrival to the last token of their prompt. Pure Python.
 
-`scheduler` describes the queues. A preempted sequence comes back to this phase: its prompt then
-ends in the completion tokens that it has generated so far.
+`scheduler` describes the queues. A preempted sequence comes back to this phase, where its
+completion tokens so far are computed like tokens of its prompt.
 """
 
 from collections.abc import Iterator
@@ -93,8 +93,9 @@ class Prefills:
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes the row and the blocks from a sequence, which waits again and will compute all its
-        tokens again. Its full blocks stay in the prefix cache for now, so that it may find them. If
-        it is in the decode phase, the caller has to remove it there first.
+        tokens again. Its full blocks stay in the prefix cache, where the sequence will find them
+        unless others have reused them. A sequence of the decode phase has to be removed there
+        first.
         """
         stalled = sequence.sequence_id in self.stalled
         self._blocks.register(sequence)
@@ -123,9 +124,10 @@ class Prefills:
     def plan(self, budget: StepBudget, step: int) -> list[Chunk]:
         """Returns the step's chunks of prompts, as many as the budget allows.
 
-        Short prompts need not wait for a long one: if a prompt does not fit into a whole step, half
-        of the budget is reserved for its chunk, and the prompts behind it share the other half. The
-        chunk of the long prompt is planned last and also gets what they have not used.
+        A prompt is long if its tokens do not fit into a whole step. So that short prompts need not
+        wait for the first long prompt, half of the budget is reserved for the long prompt's chunk,
+        and the prompts behind it get the other half. The long prompt's chunk is planned last and
+        also gets the tokens that the other prompts have not used.
 
         Args:
             budget: time and tokens of the step that prompts may use.
@@ -168,8 +170,8 @@ class Prefills:
 
     def _prompts(self) -> Iterator[Sequence]:
         """Yields prefilling and waiting sequences in the order in which the step computes them,
-        which is fair among tenants (`Admission`). A waiting sequence is admitted before it is
-        yielded. If it cannot be admitted, no other waiting sequence overtakes it.
+        which is fair among tenants (`Admission`). Waiting sequences are admitted before they are
+        yielded. The first that cannot be admitted stops the admission of all behind it.
         """
         for sequence in self.waiting.ordered(self.prefilling.values()):
             while (head := self.waiting.head()) is not None and self.waiting.precedes(
@@ -208,8 +210,8 @@ class Prefills:
         return [Chunk(sequence, start, length, False, samples, checkpoints=checkpoints)]
 
     def _try_admit(self) -> Sequence | None:
-        """Admits the first waiting sequence (the head), and returns it. Returns None if it cannot
-        be admitted now, or if none waits.
+        """Admits and returns the first waiting sequence (the head). Returns None if no sequence
+        waits, or if the head cannot be admitted now.
         """
         while (head := self.waiting.head()) is not None:
             # If the head was preempted while its last token was in flight, it has to wait for it.

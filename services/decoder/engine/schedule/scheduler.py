@@ -16,16 +16,16 @@ A sequence is always in exactly one of these queues, which belong to `Prefills` 
   both.
 - *prefilling*: the sequence has a row and blocks, and tokens of its prompt to compute.
 - *stalled*: the sequence has a row and blocks, but its next tokens need an *input* that has not
-  arrived: an image, or the token mask for the next sample. It keeps both until another sequence
-  needs them.
+  arrived: an image, or the token mask for the next sample. It keeps row and blocks until another
+  sequence needs them.
 - *parked*: the sequence waits for an input, as if stalled, but has neither a row nor blocks. A
   waiting sequence is parked instead of admitted if it has fewer tokens before its first missing
   input than are worth a step (`Prefills.min_partial_tokens`).
 - *decoding*: the prompt is computed. Every step computes the sequence's next token.
-- *awaiting*: the sequence has token masks, and its last token or the mask for its next token has
-  not arrived. It takes part in no step until both have. With `late_masks`, it need not await them:
-  it stays *decoding*, because a mask may also arrive while its step is computed. It awaits only if
-  a mask came too late for its step, from which it then gets no token.
+- *awaiting*: the sequence has token masks, and takes part in no step until its last token and the
+  mask for its next token have arrived. With `late_masks`, it is *decoding* instead, because a mask
+  may arrive while the step is computed. If a mask comes too late, the sequence gets no token from
+  that step and awaits the mask.
 
 The picture leaves out three transitions: a sequence that is preempted while prefilling, decoding or
 awaiting waits again; a waiting sequence may be parked; and a sequence can finish in every queue.
@@ -35,9 +35,9 @@ host does not know how many tokens a step in flight yields. The plan assumes the
 sequence gets blocks for that many tokens, and `num_computed_tokens` is corrected when fewer arrive.
 A sequence is not planned if a token in flight may be its last.
 
-Any sequence with a row can be preempted: it loses its row and its blocks, and computes all its
-tokens again later. If its images have been released by then, the front has to obtain them again,
-unless the prefix cache has the keys and values of their tokens.
+Any sequence with a row can be preempted: it loses row and blocks, and later computes all tokens
+again. If its images have been released by then, the front has to obtain them again, unless the
+prefix cache has the keys and values of their tokens.
 """
 
 import numpy as np
@@ -126,8 +126,8 @@ class Scheduler:
 
     @property
     def is_steady(self) -> bool:
-        """True if the next step consists of decoding sequences alone and preempts none of them, so
-        that it can be planned ahead. There has to be a free block for each of them.
+        """True if the next step can be planned ahead, because it consists of decoding sequences
+        alone and preempts none: there is a free block for each of them.
         """
         others = self.prefills.prefilling or len(self.prefills.waiting) or self.decodes.ready()
         return not others and len(self.decodes.decoding) <= self.blocks.num_free
@@ -288,8 +288,8 @@ class Scheduler:
 
     def _yield_rows(self) -> None:
         """Preempts sequences of tenants with many rows, until the first waiting sequence, of a
-        tenant with few rows, can be admitted (`Admission.yielding`). If that sequence has tokens in
-        flight, it cannot be admitted now, so no sequence is preempted for it.
+        tenant with few rows, can be admitted (`Admission.yielding`). If tokens of that sequence are
+        in flight, the sequence cannot be admitted now, and nothing is preempted.
         """
         prefills = self.prefills
         running = self.running()

@@ -1,20 +1,25 @@
-"""The time and the tokens that prompts may use in one step. Pure Python."""
+"""The step budget: the time and the tokens that prompts may use in one step. Pure Python.
+
+The model `StepCost` predicts how many milliseconds a step lasts, and how many prompt tokens fit
+into the time that a step may last.
+"""
 
 from services.decoder.engine.schedule.step_cost import Limit, StepCost, StepLoad
 
-# The step of a lone prompt delays nobody but requests that arrive meanwhile.
+# If there is nothing but one prompt, its steps may last this many times as long, because they delay
+# only requests that arrive meanwhile.
 _LONE_PROMPT_FACTOR = 4
 
 
 class StepBudget:
-    """The time and tokens of a step that are left for prompts, beside the planned decodes.
+    """The time and the tokens of one step that are left for prompts.
 
     Args:
         cost: the model that predicts how long a step lasts.
-        load: the step's work so far; `spend` adds to it.
+        load: the work that is planned for the step: at first its decodes. `spend` adds prompts.
         step_ms: milliseconds that a step may last.
         max_tokens: the most tokens that a step may compute.
-        alone: True if one prompt is all there is. Its step may last four times as long.
+        alone: True if the engine has a single prompt and no decodes.
     """
 
     def __init__(
@@ -22,13 +27,14 @@ class StepBudget:
     ) -> None:
         self._cost = cost
         self._load = load
-        # The bound is the time that the step may last. So that prompts always advance, `min_chunk`
-        # tokens of them may be computed even if the step then lasts longer.
+        # `min_chunk` tokens of prompts may be computed even if the step then lasts longer than its
+        # bound, because prompts would otherwise never advance beside many decodes.
         factor = _LONE_PROMPT_FACTOR if alone else 1
         least = min(max_tokens, load.tokens + factor * cost.min_chunk)
         whole = Limit(factor * cost.bound(step_ms), max_tokens, least)
-        # A prompt is long if it exceeds the time or the tokens of a step. If it exceeds only the
-        # efficient number of tokens, it is not, so the longest chunk is found before that cap.
+        # `exceeds_step` compares a prompt with the longest chunk that the time and the tokens of
+        # the step allow. The cap at `efficient_tokens` below is no reason to treat a prompt as
+        # long.
         self._longest_chunk = cost.fitting_tokens(load, 0, whole)
         if not alone:
             whole = whole._replace(tokens=min(max_tokens, cost.efficient_tokens))
@@ -36,15 +42,17 @@ class StepBudget:
 
     @property
     def is_spent(self) -> bool:
-        """True if no token of a prompt fits any more."""
+        """True if not one token of a prompt fits into the step any more."""
         return not self._cost.fitting_tokens(self._load, 0, self._limit)
 
     def exceeds_step(self, num_tokens: int) -> bool:
-        """Returns whether `num_tokens` tokens of one prompt exceed a step without other prompts."""
+        """Returns whether a chunk of `num_tokens` tokens does not fit into the step, even if no
+        other prompt takes part in it.
+        """
         return num_tokens > self._longest_chunk
 
     def reserve_half(self) -> None:
-        """Withholds half of the budget until `release_half`."""
+        """Makes half of the budget unavailable, until `release_half` is called."""
         self._limit = self._cost.half_limit(self._load, self._whole)
 
     def release_half(self) -> None:
@@ -52,9 +60,11 @@ class StepBudget:
         self._limit = self._whole
 
     def fitting_tokens(self, start: int) -> int:
-        """Returns how many tokens fit of a prompt whose first `start` tokens are computed."""
+        """Returns how many tokens of a prompt still fit, if its first `start` tokens are computed.
+        The later a token is in its prompt, the more keys it attends to and the longer it takes.
+        """
         return self._cost.fitting_tokens(self._load, start, self._limit)
 
     def spend(self, start: int, length: int) -> None:
-        """Takes tokens [start, start + length) of a prompt out of the budget."""
+        """Uses budget for the tokens [start, start + length) of a prompt."""
         self._load.add_chunk(start, length)
