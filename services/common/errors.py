@@ -1,4 +1,4 @@
-"""All errors of the services, each with its status in HTTP and in gRPC.
+"""All errors that the services send to clients and to each other, with their HTTP statuses.
 
     TriptychError
     ├── InvalidRequest                 400  the caller must change the request; `param` is the field
@@ -20,16 +20,16 @@
     ├── InternalError                  500
     ├── EmbeddingUnavailable           503  an encoder did not deliver an embedding
     ├── WrongImageKey                  503  an encoder computed another key for the image
-    ├── VideoNotHeld                   503  an encoder does not have the file, which is sent again
+    ├── VideoNotHeld                   503  an encoder lacks a video's file; the gateway sends it
     ├── Unavailable                    503  no healthy service is left
     │   ├── Overloaded                 503  a service is full or draining until `retry_after_s`
-    │   └── ProcessLost                503  the process with the work ended, perhaps because of it
-    │       └── EngineLost             503  the front reports that its engine ended during the work
+    │   └── ProcessLost                503  a process ended, perhaps because of the request
+    │       └── EngineLost             503  likewise an engine, as its front reports
     └── DeadlineExceeded               504
 
-`endpoints` turn an error into an HTTP answer, and `transport/rpc.py` turns it into a gRPC status
-with trailing metadata and back. The gRPC status alone does not identify an error, because gRPC
-itself sends the same statuses.
+`endpoints` turn an error into an HTTP answer. `transport/rpc.py` turns an error into a gRPC status
+and back. The error's code travels in trailing metadata, because gRPC itself ends calls with the
+same statuses, so that a status alone does not identify an error.
 """
 
 from typing import ClassVar, Self
@@ -38,8 +38,10 @@ BY_CODE: "dict[str, type[TriptychError]]" = {}  # filled by the subclasses
 
 
 class TriptychError(Exception):
-    """An error with a status in every protocol. A subclass sets the class attributes as arguments
-    of its class statement, and inherits each attribute that the class statement does not name.
+    """An error with a status in HTTP and in gRPC.
+
+    A subclass gives its class attributes as arguments of its class statement, such as
+    `class InvalidImage(InvalidRequest, code="invalid_image")`, and inherits all others.
 
     Attributes:
         code: stable, machine-readable name, which is also sent between the services.
@@ -76,10 +78,10 @@ class TriptychError(Exception):
         self.retry_after_s = retry_after_s
 
     def without_frames(self) -> Self:
-        """Drops traceback and context from an error that nobody raises any more, and returns it.
+        """Drops traceback and context from an error that will not be raised again, and returns it.
 
-        Their frames refer to a whole request, and often to the error itself. Such a cycle would be
-        freed only by the garbage collector.
+        The frames of a traceback refer to a whole request, and often to the error itself. Only the
+        garbage collector would free such a cycle, and with it the request's memory.
         """
         self.__traceback__ = self.__context__ = None
         return self
@@ -204,8 +206,8 @@ class EmbeddingUnavailable(
 class WrongImageKey(
     TriptychError, code="wrong_image_key", http=503, grpc="INVALID_ARGUMENT", retry=True
 ):
-    """The encoder computed a different key from the image, its grid and its salt. The caller forges
-    keys, or the encoder has a different model than the caller expected.
+    """The image key of a call is not the key that the encoder computes from the call's image, grid
+    and salt. The caller forges keys, or expects another model on the encoder.
     """
 
 
@@ -231,8 +233,8 @@ class Overloaded(Unavailable, code="overloaded", grpc="RESOURCE_EXHAUSTED"):
 
 
 class ProcessLost(Unavailable, code="process_lost"):
-    """The process that worked on the request ended, closed its connection or stopped answering. The
-    request may be the cause, so a gateway retries it once at most.
+    """A process that worked on the request ended, closed its connection or stopped answering. The
+    request may be the cause, so a gateway tries it once more at most.
     """
 
 

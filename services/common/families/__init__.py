@@ -1,7 +1,9 @@
-"""Registry of model families, by the architecture that config.json names.
+"""The model families, and the function that reads a checkpoint's configuration.
 
-A new family needs one file in this package and one line in `FAMILIES`. All three services and the
-command line call `read_spec`, which reads JSON files and never weights.
+A family is all models whose config.json names the same architecture, such as `Qwen3ForCausalLM`. It
+needs one file in this package, whose function `read` converts the configuration into a `ModelSpec`,
+and one line in `FAMILIES`. All three services and the command line call `read_spec`, which reads
+JSON files and never weights.
 """
 
 import importlib

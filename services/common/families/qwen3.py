@@ -1,4 +1,4 @@
-"""Dense Qwen3: RMSNorm on each query and key head."""
+"""The family of dense Qwen3 models, whose attention normalizes each query and key head."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,8 @@ from services.common.model_spec import ModelSpec
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     """Reads the config.json of a dense Qwen3 model. `families.read_spec` calls it."""
-    # `head_dim` and `num_kv_heads` are the defaults of transformers for fields that the file lacks.
+    # If config.json lacks `head_dim` or `num_key_value_heads`, these defaults of transformers
+    # apply.
     text = read_text(
         config,
         head_dim=128,

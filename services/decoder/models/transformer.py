@@ -1,17 +1,18 @@
 """The language model that all text families share.
 
-The model is a pre-norm transformer. A layer has grouped-query attention with or without q/k norm,
-or linear attention (`gated_delta_net`), and then SwiGLU (`mlp`) or a mixture of experts (`moe`).
-The differences between families are data in `TextSpec`: sizes, kinds of layers, biases, rope, tied
-embeddings. With M-RoPE, positions have three axes. With image embeddings, the vision tower's
-DeepStack features are added to the visual tokens after the first decoder layers.
+The model is a pre-norm transformer. A layer mixes tokens with grouped-query attention (with or
+without q/k norm) or with linear attention (`gated_delta_net`). SwiGLU (`mlp`) or a mixture of
+experts (`moe`) follows. The differences between families are data in `TextSpec`: sizes, kinds of
+layers, biases, rope, tied embeddings. With M-RoPE, positions have three axes. In a
+vision-language model, an image's embedding replaces the embeddings of its placeholder tokens, and
+its DeepStack features are added to the same tokens after the first decoder layers.
 
-With tensor parallelism, a rank holds some heads of attention and of linear attention, a share of
-the intermediate size of each MLP and each expert, and a part of the vocabulary. Norms, routers and
-the embedding table are whole on each rank. Layers declare which rows or columns of the files they
-hold (`collectives.Share`). The outputs of `o_proj` and `down_proj` on one rank are only a term of
-the layer's output. `row_parallel` sums the terms of all ranks before it adds the residual. Rank 0
-gets the logits of all ranks. `rank_spec` computes the sizes of one rank's part.
+With tensor parallelism, each rank holds a part of the model: some heads, a share of the
+intermediate size of each MLP and expert, and a part of the vocabulary. Norms, routers and the
+embedding table are whole on each rank. A layer declares which rows or columns of the checkpoint's
+tensors it holds (`collectives.Share`). The output of `o_proj` or `down_proj` on one rank is one
+term of a sum over all ranks. `row_parallel` computes this sum and adds the residual. Rank 0
+collects the logits of all ranks. `rank_spec` computes the sizes of a rank's part.
 """
 
 from typing import cast
@@ -36,18 +37,19 @@ from services.decoder.operations.ops import Ops
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, up to its output projection.
+    """Grouped-query attention. The layer applies the output projection, `o_proj`, afterwards.
 
     Args:
         spec: sizes and options of the whole model.
         backend: implementation of paged attention.
-        layer: index among the full attention layers, whose keys and values are cached.
-        ranks: ranks that share the model, by heads.
+        layer: index of the layer among those with full attention. It is the layer's index in the
+            KV cache, because layers with linear attention have no keys and values.
+        ranks: ranks that share the model's heads.
 
     Attributes:
         kv_heads: the key heads of this rank.
-        kv_scales: scales of a cache in e4m3, see `heads.as_stored`. None before they are read or
-            measured, or if the cache has the model's data type.
+        kv_scales: scales of keys and values in an 8-bit cache (e4m3), see `heads.as_stored`. None
+            if the cache has the model's data type, or if the scales are yet to be read or measured.
     """
 
     name = "self_attn"
@@ -56,7 +58,7 @@ class Attention(nn.Module):
         super().__init__()
         self.backend, self.layer = backend, layer
         self.head_dim, self.gated = spec.head_dim, spec.output_gate
-        query_rows = spec.head_dim * (1 + self.gated)  # a head's query, then its gate
+        query_rows = spec.head_dim * (1 + self.gated)  # of a head: its query, then its gate if any
         query = ranks.share(spec.num_heads, "num_heads", query_rows)
         heads = ranks.share(spec.num_heads, "num_heads", spec.head_dim)
         kv = ranks.share(spec.num_kv_heads, "num_kv_heads", spec.head_dim, replicated=True)
@@ -74,10 +76,10 @@ class Attention(nn.Module):
         return self.o_proj
 
     def forward(self, stream: Stream, norm: RMSNorm, step: StepContext) -> tuple[Tensor, Tensor]:
-        """Attends, and writes the layer's keys and values to the cache; see `Mixer`.
+        """Computes attention, and writes the layer's keys and values to the cache; see `Mixer`.
 
         Returns:
-            `[T, num_heads * head_dim]`, and the hidden state.
+            The output of attention, `[T, num_heads * head_dim]`, and the residual, `[T, hidden]`.
         """
         qkv, residual = stream.projected(norm, self.qkv_proj, step.kernels)
         return self._attend(qkv, step.kv_cache[self.layer], step), residual
@@ -86,8 +88,8 @@ class Attention(nn.Module):
         """Returns the output of attention, `[T, num_heads * head_dim]`.
 
         Args:
-            qkv: output of `qkv_proj`, `[T, N]`, or its split-K partials `[S, T, N]`, which are
-                summed by the kernel that reads them.
+            qkv: output of `qkv_proj`, `[T, N]`; or `[S, T, N]`, S terms of that output, if the GEMM
+                was split along its inner dimension. The kernel that reads `qkv` sums the terms.
             kv_cache: cache of this layer.
             step: context of the step.
         """
@@ -110,7 +112,8 @@ class Attention(nn.Module):
             return kernels.fused_decode_attention(
                 heads, metadata.block_ids, metadata.first_blocks_device, metadata.seq_lens_device
             )
-        # For some steps, the backend reads the step's own keys and values beside the cache.
+        # For some steps, the backend does not read the step's own keys and values from the cache,
+        # but from a tensor of their own.
         keys_values = None
         if metadata.wants_keys_values:
             num_kv_heads, head_dim = kv_cache.shape[-2:]
@@ -127,12 +130,13 @@ class Attention(nn.Module):
 
 
 def norm_of(spec: TextSpec, size: int) -> RMSNorm:
-    """Creates a norm over `size` elements, of the model's kind."""
+    """Creates an RMSNorm over `size` elements, with the epsilon and the form of the model."""
     return RMSNorm(size, spec.rms_norm_eps, zero_centred=spec.zero_centred_norms)
 
 
 class DecoderLayer(nn.Module):
-    """A mixer of tokens and an MLP, both of which add to the residual stream.
+    """A decoder layer: a mixer (attention or linear attention) and an MLP, each behind a norm. Both
+    add their output to the residual stream.
 
     Args:
         spec: sizes and options of the model.
@@ -156,18 +160,18 @@ class DecoderLayer(nn.Module):
 
     @property
     def mixer(self) -> Mixer:
-        """The part that mixes tokens, registered under its name in checkpoints."""
+        """The mixer. It is a submodule under the name that checkpoints give it."""
         return getattr(self, self._mixer_name)
 
     def forward(self, stream: Stream, step: StepContext, rows: Tensor | None = None) -> Stream:
-        """Returns the stream after the layer.
-
-        All tokens write their keys and values, or change the recurrent states.
+        """Returns the residual stream after the layer.
 
         Args:
-            stream: the stream before the layer, of all T tokens.
+            stream: the residual stream before the layer, of all T tokens.
             step: context of the step.
-            rows: `[R]` int64, tokens of which the stream is returned. None for all tokens.
+            rows: `[R]` int64, indices of the tokens for which the MLP is computed and the stream
+                returned. The mixer always computes all T tokens, because later steps need their
+                keys and values, or the recurrent states after them. None for all tokens.
         """
         kernels, mixer = step.kernels, self.mixer
         mixed, residual = mixer(stream, self.input_layernorm, step)
@@ -179,7 +183,8 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model over a ragged batch of T tokens, built on the device `meta` and then loaded.
+    """A language model. It computes the T tokens of all sequences of a step, one after another in
+    one tensor. It is created on the device `meta`, and the loader then gives it weights.
 
     Args:
         spec: the whole model, of all ranks.
@@ -196,8 +201,8 @@ class Transformer(nn.Module):
         self.ops, self.ranks = ops, ranks
         self.embed_tokens = embedding(text.vocab_size, text.hidden_size)
         self.rope = RotaryEmbedding(text.rope)
-        # Quantized checkpoints leave the gates of linear attention unquantized. The gates then need
-        # a GEMM of their own.
+        # The gates of linear attention share a GEMM with its other projections, except in quantized
+        # checkpoints, where the gates alone are not quantized.
         merge_gates = spec.checkpoint.quantization is None
         mixers: dict[int, Mixer] = {}
         for number, index in enumerate(text.attention_layers):
@@ -212,7 +217,9 @@ class Transformer(nn.Module):
         tied = text.tie_word_embeddings
         self.lm_head: Linear | None = None
         head: dict[str, str] = {}
-        if not tied or ranks.count > 1:  # a rank's head is a part of the whole table
+        # Tied embeddings serve as the head, too. But a rank's head is a part of the vocabulary,
+        # while its embedding table is whole, so with several ranks the head has weights of its own.
+        if not tied or ranks.count > 1:
             rows = ranks.share(text.vocab_size, "vocab_size")
             self.lm_head = Linear(text.hidden_size, rows)
             table = f"{spec.checkpoint.text_prefix}embed_tokens."
@@ -235,14 +242,14 @@ class Transformer(nn.Module):
         """Runs the layers.
 
         Args:
-            input_ids: `[T]` int32 or int64; visual tokens have any valid id.
+            input_ids: `[T]` int32 or int64, token ids. Image tokens may have any valid id.
             positions: `[3, T]` integer positions (t, h, w). With 1-D positions all rows are equal.
             kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`, cache of
                 the full attention layers.
             metadata: layout of the step for attention.
-            visual: embeddings of the step's image tokens, which replace those of their token ids.
-                None if the step can have no images.
-            rows: `[R]` int64, tokens whose hidden states are returned. None for all tokens.
+            visual: embeddings of the image tokens. None if the step cannot have images.
+            rows: `[R]` int64, indices of the tokens whose hidden states are returned. None for all
+                tokens.
 
         Returns:
             Hidden states after the final norm, `[R, hidden]`.
@@ -263,9 +270,10 @@ class Transformer(nn.Module):
         if visual is not None:
             visual.replace(residual)
         stream, last = Stream(residual), len(self.layers) - 1
-        # No token attends to the output of the last layer, so its MLP may run for `rows` alone.
-        # If DeepStack features are added after the last layer, which only very shallow models do,
-        # that layer returns all tokens, because the features are numbered among all tokens.
+        # Only the hidden states of `rows` are needed behind the last layer, so its MLP runs for
+        # these tokens alone. There is one exception, in very shallow models: if DeepStack features
+        # are added after the last layer, it computes all tokens, because `visual` counts all
+        # tokens.
         adds_last = visual is not None and visual.adds_after(last)
         for index, layer in enumerate(self.layers):
             stream = layer(stream, step, rows if index == last and not adds_last else None)
@@ -282,8 +290,8 @@ class Transformer(nn.Module):
         """Returns the logits `[R, vocab_size]` of hidden states, in the model's data type.
 
         Args:
-            hidden: `[R, hidden]`, hidden states of the rows that are sampled.
-            out: `[R, vocab_size]`, gets the logits. None if they get new memory.
+            hidden: `[R, hidden]`, hidden states of the tokens behind which a token is sampled.
+            out: `[R, vocab_size]`, tensor for the logits. None if a new tensor is created.
         """
         if self.ranks.count > 1:
             return self.ranks.gather(self._logits(hidden), out)

@@ -1,8 +1,8 @@
-"""The model runner turns steps into sampled tokens, and is the only owner of its device.
+"""The model runner turns steps into sampled tokens. It is the only owner of its device.
 
-The engine calls the runner with nothing but a `Step`, and handles exceptions of the device.
-`StepComputer` computes the part of a step that every rank has. The runner does the part of the one
-rank that samples: tokens from logits, log-probabilities, and copies to the host.
+The engine calls it with a `Step`, and handles the exceptions that it raises. `StepComputer` does
+the part of a step that every rank has: from token ids to logits. The runner does the part of rank 0
+alone: it samples tokens from the logits, and copies tokens and log-probabilities to the host.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from services.decoder.engine.run.step_computer import Computed, StepComputer
 from services.decoder.engine.run.step_inputs import StepInputs
 from services.decoder.engine.step import Int32Array, RowSampling, SampleStep, Step
 
-# Together, they run every branch of the sampler.
+# Together, these parameters run every branch of the sampler.
 _WARM_UP_PARAMS = (
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_k=20, top_p=0.8, top_logprobs=5),
@@ -36,12 +36,12 @@ Sampling = SamplingInputs | MaskedRows | None  # what `Sampler.prepare` returns
 class ModelRunner:
     """The `step.Runner` of a model. Not thread-safe.
 
-    Nothing in `execute` waits for the device: a step is arrays on the host, one upload, launches,
-    and one copy back. All steps run on one stream, so that step n + 1 finds the tokens of step n in
-    the rows.
+    `execute` never waits for the device: it writes the step's arrays into one staging buffer,
+    uploads the buffer, launches kernels, and starts one copy of the results to the host. All steps
+    run on one CUDA stream, in order, so step n + 1 finds the tokens of step n in the rows.
 
     Args:
-        computer: computes the part of a step that every rank has.
+        computer: the part of the runner that every rank has.
 
     Attributes:
         info: the engine's limits.
@@ -64,41 +64,39 @@ class ModelRunner:
 
     @property
     def kernel_calls(self) -> dict[str, int]:
-        """Number of kernel calls by "operation=implementation"; replays of graphs count, too."""
+        """Number of kernel calls by "operation=implementation", with those in replayed graphs."""
         calls = self._model.ops.table.calls()
         return {f"{operation}={name}": count for (operation, name), count in calls.items()}
 
     @torch.inference_mode()
     def prepare(self, step: Step) -> None:
-        """Stages a step ahead; see `step.Runner`.
+        """Writes the arrays of a step into the staging buffer ahead of time; see `step.Runner`.
 
-        A step that gives a row to another sequence is not staged ahead. Staging would replace the
-        row's sampling parameters, which the previous step still needs when it is sampled.
+        This is not done for a step that gives a row to another sequence, because it would replace
+        the row's sampling parameters. The step before is yet to be sampled with them.
         """
         if not step.sample.row_starts:
             self._prepared = self._stage(step)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> DevicePendingStep:
-        """Launches a step; see `step.Runner`.
-
-        A step with late masks is sampled when `sample` of the pending step is called. The sampling
-        of any other step is launched here.
+        """Launches a step; see `step.Runner`. Its sampling is launched here, too, unless token
+        masks are late. It is then launched when `DevicePendingStep.sample` is called.
         """
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared[0] is not step:
             prepared = self._stage(step)
         _, inputs, sampling = prepared
         late, masks = step.sample.late, step.sample.token_masks
-        if len(late):  # all masks are uploaded together, while the step is computed
+        if len(late):  # All masks are uploaded together, when the late masks have arrived.
             self._masks.begin()
             for index, mask in enumerate(masks):
                 self._masks.put(index, mask)
         computed = self.computer.run(step.compute, inputs)
         scores = self._score(step, computed.hidden) if len(step.compute.scored) else []
         if computed.logits is None:
-            # No token is sampled, but the engine has to know when the step has read its images:
-            # their memory in the arena may be reused once the result is there.
+            # No token is sampled. The engine waits for a result all the same, because the memory of
+            # the step's images must not be reused before the step is done.
             return DevicePendingStep(self.readback.tokens(None), scores)
         if len(late) == 0:
             return DevicePendingStep(self.sample(computed, sampling), scores)
@@ -106,7 +104,9 @@ class ModelRunner:
         return DevicePendingStep(None, scores, late=waiting, computed=self.readback.mark())
 
     def _stage(self, step: Step) -> tuple[Step, StepInputs, Sampling]:
-        """Starts rows of other sequences, and puts all arrays into the staging buffer."""
+        """Writes all arrays of a step into the staging buffer, and stores the sampling parameters
+        of rows that are given to other sequences.
+        """
         for start in step.sample.row_starts:
             self.sampler.start_row(start)
         compute, late_masks = step.compute, None
@@ -120,7 +120,9 @@ class ModelRunner:
         return step, inputs, prepared
 
     def _score(self, step: Step, hidden: Tensor | None) -> list[tuple[Tensor, ...]]:
-        """Scores the prompt tokens that a step names, and starts the copies to the host."""
+        """Computes the logprobs of the prompt tokens in `ComputeStep.scored`, and starts to copy
+        them to the host.
+        """
         assert hidden is not None
         runs: list[tuple[Tensor, ...]] = []
         taken = 0
@@ -139,29 +141,30 @@ class ModelRunner:
         return runs
 
     def sample(self, computed: Computed, sampling: Sampling) -> HostTokens:
-        """Samples tokens, stores them for the next step, and starts their copy to the host."""
+        """Samples tokens, stores them in their rows, and starts to copy them to the host."""
         _, logits, token_ids, rows = computed
         assert logits is not None and rows is not None
         if isinstance(sampling, SamplingInputs):
             sampled = self.sampler.sample(logits, sampling)
             self._keep(rows, sampled.token_ids)
             return self.readback.tokens(sampled, sampling)
-        if token_ids is None:  # else a graph has chosen the tokens and stored them in the rows
+        if token_ids is None:  # If not, a CUDA graph has sampled greedily and stored the tokens.
             token_ids = self._model.ops.greedy(logits)
             self._keep(rows, token_ids)
-        if sampling is not None:  # masked rows get other tokens, here and in the rows
+        if sampling is not None:  # Rows with a mask are sampled again, under their masks.
             self._model.ops.greedy_masked(logits, sampling, token_ids, self._last_tokens)
         return self.readback.tokens(Sampled(token_ids, None))
 
     def _keep(self, rows: Tensor, token_ids: Tensor) -> None:
         """Writes a step's tokens into the rows, where the next step reads them."""
         rows = rows[: len(token_ids)]  # without padding
-        # A row that failed may be in the next step already, which then needs any valid id.
+        # The id of a row whose sampling has failed is negative. The row may take part in the next
+        # step, which needs a valid id.
         self._last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
 
     @torch.inference_mode()
     def sample_scratch(self, num_rows: int) -> None:
-        """Runs every sampling kernel on rows of meaningless logits."""
+        """Runs every sampling kernel once on meaningless logits, as a warm-up."""
         info, device = self.info, self._last_tokens.device
         dtype: torch.dtype = getattr(torch, info.dtype)
         logits = torch.zeros((num_rows, info.vocab_size), dtype=dtype, device=device)
@@ -183,20 +186,21 @@ class ModelRunner:
         self._staging.upload()
         assert isinstance(inputs, MaskedRows)
         token_ids = self._model.ops.greedy(logits)
-        # The tokens are meaningless, and the next sequence of the row does not read them.
+        # This writes meaningless tokens into the rows. The first step of a row's next sequence is a
+        # prefill, which does not read them.
         self._model.ops.greedy_masked(logits, inputs, token_ids, self._last_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class _LateSampling:
-    """The sampling of a step whose last `num_late` token masks arrive while it is computed.
+    """The sampling of a step with late token masks, which `DevicePendingStep` launches.
 
     Attributes:
         runner: the runner that launched the step.
-        masks: the masks of the step on their way to the device.
+        masks: buffer for the masks of the step.
         computed: the step's logits.
         sampling: the inputs of the sampler.
-        num_known: number of masks that came with the step; late masks stand behind them.
+        num_known: number of masks that came with the step. They precede the late ones in `masks`.
         num_late: number of late masks.
     """
 
