@@ -17,13 +17,11 @@ from typing import Any, cast
 import uvicorn
 
 from services.gateway.app import Gateway
-from services.gateway.http.chunked import chunked
 from services.gateway.http.protocol import HEAD_TIMEOUT_S, GatewayProtocol
 from services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 64 << 10
 _KEEP_ALIVE_S = 65
 _CLOSE_S = 3
 _BACKLOG = 2048
@@ -76,14 +74,13 @@ class GatewayServer(uvicorn.Server):
         protocol = partial(GatewayProtocol, head_timeout_s=timeouts.head_s)
         super().__init__(
             uvicorn.Config(
-                chunked(gateway.app),
+                gateway.app,
                 host=settings.host,
                 port=settings.port,
                 http=cast("type[asyncio.Protocol]", protocol),
                 ws="none",
                 proxy_headers=False,
                 lifespan="on",
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_CLOSE_S,
                 access_log=False,

@@ -212,8 +212,10 @@ def test_many_prompts_leave_other_requests_their_turn(stack, fields):
     assert least(answer, 0.4) <= 0.4  # one prompt behind the other, 1.5 s
 
 
-def silent(stack, count: int, sent: bytes = b"") -> list[socket.socket]:
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 1000000\r\n\r\n"
+def silent(
+    stack, count: int, sent: bytes = b"", length: bytes = b"Content-Length: 1000000"
+) -> list[socket.socket]:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\n" + length + b"\r\n\r\n"
     found = []
     for _ in range(count):
         found.append(socket.create_connection(("127.0.0.1", stack.port), timeout=PATIENCE_S))
@@ -231,10 +233,17 @@ def test_connections_that_send_nothing_refuse_nobody(stack):
             connection.close()
 
 
-@pytest.mark.parametrize("sent", [b"", b"x" * 1000])
-def test_a_body_must_begin_soon_and_arrive_at_some_rate(impatient_stack, sent):
+CHUNKED = b"Transfer-Encoding: chunked"
+
+
+@pytest.mark.parametrize(
+    ("length", "sent"),
+    [(b"Content-Length: 1000000", b""), (b"Content-Length: 1000000", b"x" * 1000)]
+    + [(CHUNKED, sent) for sent in (b"", b"9\r\n", b"1\r\nx\r\n", b"9;a", b"0\r\nA: b")],
+)
+def test_a_body_must_begin_soon_and_arrive_at_some_rate(impatient_stack, length, sent):
     start = time.monotonic()
-    (connection,) = silent(impatient_stack, 1, sent)
+    (connection,) = silent(impatient_stack, 1, sent, length)
     with connection:
         assert b" 504 " in connection.recv(65536)
     assert time.monotonic() - start < PATIENCE_S / 2

@@ -33,8 +33,8 @@ DOCKERFILES = [
 ]
 # The least version without the faults that SECURITY.md names.
 FLOORS = {
-    "av": "18.1", "grpcio": "1.80", "h11": "0.16", "jinja2": "3.1.6", "llguidance": "1.9.1",
-    "pillow": "13.0", "redis": "7", "starlette": "1.0.1",
+    "av": "18.1", "grpcio": "1.80", "h11": "0.16", "httptools": "0.9", "jinja2": "3.1.6",
+    "llguidance": "1.9.1", "pillow": "13.0", "redis": "7", "starlette": "1.0.1",
 }  # fmt: skip
 
 ENCODERS_ALONE = ("av",)
