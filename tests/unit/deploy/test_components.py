@@ -521,6 +521,19 @@ def test_openshifts_dns_is_reached_on_its_pods_port(name: str, tmp_path: Path) -
         assert "openshift-dns" in json.dumps(rule["to"])
 
 
+def test_no_policy_asks_pods_of_other_namespaces_for_labels_of_ours(
+    resources: list[Resource],
+) -> None:
+    """kustomize adds the installation's label to selectors by labels. Pods of kube-dns have no such
+    label: no name would be found where policies are enforced.
+    """
+    for policy in of_kind(resources, "NetworkPolicy").values():
+        rules = [*policy["spec"].get("egress", ()), *policy["spec"].get("ingress", ())]
+        for peer in (p for rule in rules for p in (*rule.get("to", ()), *rule.get("from", ()))):
+            if "namespaceSelector" in peer:
+                assert "app.kubernetes.io" not in json.dumps(peer)
+
+
 # The public side.
 
 

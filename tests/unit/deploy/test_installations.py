@@ -11,8 +11,14 @@ import yaml
 from tests.unit.deploy.combinations import INSTALLATIONS, K8S, combine, installed
 from tests.unit.deploy.kustomize import Resource, by_kubectl, render
 from tests.unit.deploy.schemas import validate
-from tests.unit.deploy.test_components import KUBERNETES_VERSION, of_kind, pods
+from tests.unit.deploy.test_components import (
+    KUBERNETES_VERSION,
+    of_kind,
+    pods,
+    test_no_policy_asks_pods_of_other_namespaces_for_labels_of_ours,
+)
 
+__all__ = ["test_no_policy_asks_pods_of_other_namespaces_for_labels_of_ours"]  # here, too
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders them")
 CLUSTER_WIDE = {"Namespace", "PriorityClass"}
 _SELECTOR = re.compile(r"\b(?:gateway|encoder|decoder)_\w+\{([^}]*)\}")
