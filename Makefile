@@ -62,8 +62,9 @@ system-runtime:
 	@REDIS_OPTIONAL=yes scripts/ensure-system.sh redis
 
 .PHONY: system-test
-system-test:
+system-test: | $(BIN)/python
 	@scripts/ensure-system.sh redis chromium
+	@$(BIN)/python scripts/ensure_helm.py
 
 # --- running ----------------------------------------------------------------------------------
 

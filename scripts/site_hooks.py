@@ -18,6 +18,7 @@ _DOCS = _ROOT / "docs"
 PAGES = {
     "SECURITY.md": "security.md", "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md", "deploy/k8s/README.md": "kubernetes.md",
+    "deploy/k8s/examples/README.md": "kubernetes-examples.md", "deploy/helm/README.md": "helm.md",
     "benchmarks/LOG.md": "log.md", "benchmarks/HISTORY.md": "history.md",
     "demo/README.md": "demonstration.md", "README.md": "index.md",
 }  # fmt: skip
