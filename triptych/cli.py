@@ -127,6 +127,10 @@ def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
     logs = serve.add_argument_group("logs").add_argument
     least = "lowest level of the services' records that is shown; default: warning"
     logs("--log-level", choices=_LOG_LEVELS, default="warning", help=least)
+    form = (
+        "json: each line is an object; text: each line begins with its time, except on a terminal"
+    )
+    logs("--log-format", choices=("text", "json"), default="text", help=form)
     logs("--access-log", action="store_true", help="show a line for each request")
     serve.set_defaults(run=_serve)
 

@@ -1,8 +1,10 @@
-"""Shows a stack to its user: progress bars while processes start, then their logs as text.
+"""Shows a stack to its user: progress bars while processes start, then their logs.
 
-`serve` passes a `Console` to the supervisor as its observer. Services log JSON. Records about the
-progress of a start (`stage`, `done`, `total`) become bars on a terminal, and a few lines elsewhere.
-The reason why a process could not start is stored and printed once, at the end.
+`serve` passes a `Console` to the supervisor as its observer. Services log JSON. On a terminal the
+console shows records as text, and records about the progress of a start (`stage`, `done`, `total`)
+as bars. Elsewhere each line begins with its time, and progress is a few lines. With
+`--log-format json` each line is a JSON object. The reason why a process could not start is stored
+and printed once, at the end.
 """
 
 import json
@@ -32,30 +34,40 @@ def write(text: str, stream: TextIO) -> None:
         print(text, file=stream, flush=True)
 
 
+def make_view(log_format: str = "text", stream: TextIO | None = None) -> "View":
+    """Returns the view of the log for a stream.
+
+    Args:
+        log_format: `text` or `json`.
+        stream: stream to print to. Defaults to standard error.
+    """
+    out = stream or sys.stderr
+    if log_format == "json":
+        return JsonLines(out)
+    return TerminalBars(out) if out.isatty() and os.environ.get("TERM") != "dumb" else Lines(out)
+
+
 class Console:
-    """Filters and prints the output of the stack's processes.
+    """Filters the output of the stack's processes and shows it.
 
     Args:
         levels: lowest level of the records that are shown, by child. The output of other children
             is not shown, except as the cause of a failure.
         access_log: True if the gateway's line for each request is shown at any level.
-        stream: stream to print to, whose terminal has the progress bars. Defaults to standard
-            error.
+        view: form in which lines are shown. Defaults to that of standard error.
 
     Attributes:
         facts: record of each decoder whose engine is ready, by child.
     """
 
     def __init__(
-        self, levels: Mapping[str, str], *, access_log: bool = False, stream: TextIO | None = None
+        self, levels: Mapping[str, str], *, access_log: bool = False, view: "View | None" = None
     ) -> None:
         self._levels = {
             name: _LEVELS.get(level.lower(), _LEVELS["warning"]) for name, level in levels.items()
         }
         self._access_log = access_log
-        out = stream or sys.stderr
-        is_dumb = os.environ.get("TERM") == "dumb"
-        self._bars = _TerminalBars(out) if out.isatty() and not is_dumb else _Lines(out)
+        self._view = view or make_view()
         self._lock = threading.Lock()
         self._causes: dict[str, str] = {}
         self._is_ready = False
@@ -64,18 +76,18 @@ class Console:
     def report(self, line: str) -> None:
         """Prints a message of the `triptych` command itself."""
         with self._lock:
-            self._bars.print(f"triptych: {line}")
+            self._view.report(line)
 
     def ready(self) -> None:
         """Closes the progress bars, because all processes have started."""
         with self._lock:
             self._is_ready = True
-            self._bars.close()
+            self._view.close()
 
     def close(self) -> None:
         """Closes the progress bars and restores the terminal."""
         with self._lock:
-            self._bars.close()
+            self._view.close()
 
     def cause(self, child: str) -> str:
         """Reason why a child failed: a service's first critical record, or else its last line."""
@@ -88,10 +100,9 @@ class Console:
             if child not in self._levels:
                 self._causes[child] = line  # not a service: the last line is the cause
             elif record is None:
-                self._bars.print(f"{child} | {line}")
+                self._view.line(child, line)
             elif "stage" in record:
-                done, total = int(record.get("done", 0)), int(record.get("total", 0))
-                self._bars.show(child, str(record["stage"]), done, total)
+                self._view.stage(child, record)
             else:
                 self._take(child, record)
 
@@ -101,12 +112,12 @@ class Console:
         level = _LEVELS.get(str(record["level"]), _LEVELS["warning"])
         if level >= _LEVELS["critical"] and not self._is_ready:
             if "exception" in record:
-                self._bars.print(f"{child} | {record['exception']}")
+                self._view.line(child, str(record["exception"]))
             self._causes.setdefault(child, str(record["message"]))
             return  # the error that ends the stack quotes the cause
         is_access = self._access_log and record["logger"] == _ACCESS_LOGGER
         if is_access or level >= self._levels[child]:
-            self._bars.print(_text(child, record))
+            self._view.record(child, record)
 
 
 def _record(line: str) -> dict[str, Any] | None:
@@ -129,30 +140,108 @@ def _text(child: str, record: Mapping[str, Any]) -> str:
     return f"{text}\n{record['exception']}" if "exception" in record else text
 
 
-class _Lines:
-    """Progress as lines, for logs: at the beginning of a stage and every few seconds of it."""
+def _now() -> str:
+    """Returns the time in UTC with milliseconds, as records have it."""
+    now = time.time()
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
+    return f"{whole}.{int(now % 1 * 1e3):03d}Z"
+
+
+class Lines:
+    """The log as lines of text that begin with their time, for files and other programs.
+
+    A start is a line at the beginning of each stage and every few seconds of it.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._last: dict[str, tuple[str, float]] = {}
 
-    def show(self, child: str, stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        last_stage, last_at = self._last.get(child, ("", 0.0))
-        if stage == last_stage and now - last_at < _PERIOD_S:
-            return
-        self._last[child] = (stage, now)
-        self.print(f"triptych: {child}: {stage}{f', {done} of {total}' if total else ''}")
+    def report(self, text: str) -> None:
+        """Shows a message of the command."""
+        self._print(_now(), f"triptych: {text}")
 
-    def print(self, text: str) -> None:
-        write(text, self._stream)
+    def line(self, child: str, text: str) -> None:
+        """Shows a line of a child that is no record."""
+        self._print(_now(), f"{child} | {text}")
+
+    def record(self, child: str, record: Mapping[str, Any]) -> None:
+        """Shows a record of a child."""
+        self._print(str(record.get("time") or _now()), _text(child, record))
+
+    def stage(self, child: str, record: Mapping[str, Any]) -> None:
+        """Shows the progress of a child that starts."""
+        stage, done, total = _progress(record)
+        if not _is_due(self._last, child, stage):
+            return
+        self.report(f"{child}: {stage}{f', {done} of {total}' if total else ''}")
 
     def close(self) -> None:
+        """Ends the report of progress."""
         self._last.clear()
 
+    def _print(self, at: str, text: str) -> None:
+        write(f"{at} {text}", self._stream)
 
-class _TerminalBars:
-    """Progress as a bar for each process that starts. Errors of a closed terminal are ignored."""
+
+class JsonLines:
+    """The log as JSON objects, one a line, for collectors of logs.
+
+    A record of a service is passed on as it is, with the child's name as `process`. Other lines
+    have the same fields: `time`, `level`, `service`, `message`.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._last: dict[str, tuple[str, float]] = {}
+
+    def report(self, text: str) -> None:
+        """Shows a message of the command."""
+        self._write({"time": _now(), "level": "info", "service": "triptych", "message": text})
+
+    def line(self, child: str, text: str) -> None:
+        """Shows a line of a child that is no record."""
+        service = child.rpartition("-")[0] or child
+        entry = {"time": _now(), "level": "info", "service": service, "message": text}
+        self._write(entry | {"process": child})
+
+    def record(self, child: str, record: Mapping[str, Any]) -> None:
+        """Shows a record of a child."""
+        self._write({**record, "process": child})
+
+    def stage(self, child: str, record: Mapping[str, Any]) -> None:
+        """Shows the progress of a child that starts."""
+        if _is_due(self._last, child, _progress(record)[0]):
+            self.record(child, record)
+
+    def close(self) -> None:
+        """Ends the report of progress."""
+        self._last.clear()
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        write(json.dumps(entry), self._stream)
+
+
+def _progress(record: Mapping[str, Any]) -> tuple[str, int, int]:
+    return str(record["stage"]), int(record.get("done", 0)), int(record.get("total", 0))
+
+
+def _is_due(last: dict[str, tuple[str, float]], child: str, stage: str) -> bool:
+    """Returns whether the progress of a child is shown now: when a stage begins, and then at most
+    once in `_PERIOD_S`.
+    """
+    now = time.monotonic()
+    last_stage, last_at = last.get(child, ("", 0.0))
+    if stage == last_stage and now - last_at < _PERIOD_S:
+        return False
+    last[child] = (stage, now)
+    return True
+
+
+class TerminalBars:
+    """The log as text on a terminal, with a bar for each process that starts. Errors of a closed
+    terminal are ignored.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console as Terminal
@@ -178,9 +267,23 @@ class _TerminalBars:
         self._tasks: dict[str, Any] = {}
         self._is_open = True
 
-    def show(self, child: str, stage: str, done: int, total: int) -> None:
+    def report(self, text: str) -> None:
+        """Shows a message of the command."""
+        self._print(f"triptych: {text}")
+
+    def line(self, child: str, text: str) -> None:
+        """Shows a line of a child that is no record."""
+        self._print(f"{child} | {text}")
+
+    def record(self, child: str, record: Mapping[str, Any]) -> None:
+        """Shows a record of a child."""
+        self._print(_text(child, record))
+
+    def stage(self, child: str, record: Mapping[str, Any]) -> None:
+        """Shows the progress of a child that starts."""
         if not self._is_open:
             return
+        stage, done, total = _progress(record)
         with suppress(OSError):
             self._progress.start()
             if child not in self._tasks:
@@ -188,7 +291,7 @@ class _TerminalBars:
             task = self._tasks[child]
             self._progress.update(task, description=stage, completed=done, total=total or None)
 
-    def print(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._is_open:
             with suppress(OSError):
                 self._terminal.print(text)
@@ -196,6 +299,10 @@ class _TerminalBars:
             write(text, self._stream)
 
     def close(self) -> None:
+        """Ends the report of progress and restores the terminal."""
         self._is_open = False
         with suppress(OSError):
             self._progress.stop()
+
+
+View = Lines | JsonLines | TerminalBars  # a form in which the log is shown

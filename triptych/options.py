@@ -39,6 +39,7 @@ class ServeOptions:
         hub_name: name of the model on the hub. None if the model is a directory.
         memory_share: share of each card's memory to use.
         log_level: lowest level of the services' records that is shown.
+        log_format: `text` or `json`, see `console.make_view`.
     """
 
     model: Path = DEMONSTRATION_MODEL
@@ -70,4 +71,5 @@ class ServeOptions:
     hub_name: str | None = None
     api_key: str | None = None
     log_level: str = "WARNING"
+    log_format: str = "text"
     access_log: bool = False

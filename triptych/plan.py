@@ -35,7 +35,7 @@ _CORES_PER_GATEWAY = 4
 _MAX_GATEWAYS = 4
 # Default time in seconds for which running requests may continue after a signal.
 _GRACE_S = 2.5
-_PREFIXES = ("GATEWAY_", "ENCODER_", "DECODER_")
+PREFIXES = ("GATEWAY_", "ENCODER_", "DECODER_")
 # Address at which a client reaches a wildcard address. A socket on `::` does not accept IPv4 here.
 _WILDCARDS = {"0.0.0.0": LOOPBACK, "": LOOPBACK, "::": "::1"}
 # Option that overrides a variable. Other overridden variables are chosen by the plan itself.
@@ -202,7 +202,7 @@ def plan_stack(
         }
         gateways = _gateways(options, common, port, cpus, ports)
     services = [service.resolved(environment) for service in (*engines, *gateways)]
-    if options.redis_url or any(name.startswith(_PREFIXES) for name in environment):
+    if options.redis_url or any(name.startswith(PREFIXES) for name in environment):
         _validate(services, environment)
     client_host = _WILDCARDS.get(host, host)
     notes = dict.fromkeys(note for service in services for note in service.notes(environment))

@@ -10,24 +10,35 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from triptych import checks
 from triptych.checkpoint import Checkpoint
-from triptych.console import Console, write
+from triptych.console import Console, View, make_view, write
 from triptych.devices import Card, Placement, count_gpus, visible_cards
 from triptych.fit import gib
 from triptych.hub import resolve_model
 from triptych.options import ServeOptions
-from triptych.plan import Links, Plan, RedisUrls, devices_of, plan_stack, ranks_of, read_model
+from triptych.plan import (
+    PREFIXES,
+    Links,
+    Plan,
+    RedisUrls,
+    devices_of,
+    plan_stack,
+    ranks_of,
+    read_model,
+)
 from triptych.probes import redis_ready
 from triptych.stack import ChildSpec, Stack, StackError, end_signals, run_until_signal
 from triptych.stats import Scraper, report_stopping, report_throughput, serve_metrics
@@ -63,15 +74,45 @@ def serve(options: ServeOptions, revision: str | None = None) -> int:
     # signals for the first process of a container.
     for number in end_signals():
         signal.signal(number, lambda *_: sys.exit(0))
+    view = make_view(options.log_format)
     try:
         with private_directory() as directory:
             model, name = resolve_model(options.model, revision)
             options = replace(options, model=model, hub_name=name)
-            plan, specs = prepare(options, Path(directory), _say)
-            return asyncio.run(_run(options, plan, specs))
+            view.report(configuration(options, os.environ))
+            plan, specs = prepare(options, Path(directory), view.report)
+            return asyncio.run(_run(options, plan, specs, view))
     except StackError as error:
-        _say(str(error))
+        view.report(str(error))
         return error.status
+
+
+def configuration(options: ServeOptions, environment: Mapping[str, str]) -> str:
+    """Describes the version and what differs from the defaults, for the first line of the log.
+
+    Keys and passwords are not shown.
+
+    Args:
+        environment: variables of the command, of which those of the services are shown.
+    """
+    defaults = ServeOptions(hub_name=options.hub_name)
+    given = {
+        field.name: getattr(options, field.name)
+        for field in fields(options)
+        if getattr(options, field.name) != getattr(defaults, field.name)
+    }
+    given |= {name: value for name, value in environment.items() if name.startswith(PREFIXES)}
+    shown = ", ".join(f"{name}={_public(name, value)}" for name, value in sorted(given.items()))
+    python = ".".join(map(str, sys.version_info[:3]))
+    shown = shown or "all options are the defaults"
+    return f"version {version('triptych')}, Python {python}; {shown}"
+
+
+def _public(name: str, value: object) -> str:
+    """Returns a value that may be logged: keys are replaced, and passwords of URLs left out."""
+    if "api_key" in name.lower() and value != "none":
+        return "(not shown)"
+    return re.sub(r"(?<=://)[^\s,]*@", "", str(value))
 
 
 def private_directory() -> "tempfile.TemporaryDirectory[str]":
@@ -279,8 +320,8 @@ def redis_spec(
     return ChildSpec("redis", command, {}, is_ready), urls
 
 
-async def _run(options: ServeOptions, plan: Plan, specs: Sequence[ChildSpec]) -> int:
-    console = Console(plan.log_levels, access_log=options.access_log)
+async def _run(options: ServeOptions, plan: Plan, specs: Sequence[ChildSpec], view: View) -> int:
+    console = Console(plan.log_levels, access_log=options.access_log, view=view)
     scraper = Scraper(plan.metrics_urls)
 
     def on_ready() -> None:
@@ -322,7 +363,3 @@ def _capacity(console: Console) -> list[str]:
             f"context of {facts['max_model_len']:,} tokens"
         )
     return lines
-
-
-def _say(line: str) -> None:
-    write(f"triptych: {line}", sys.stderr)

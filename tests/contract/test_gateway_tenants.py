@@ -72,3 +72,20 @@ def test_requests_that_follow_each_other_unasked_are_their_own_keys(stack: Gatew
     assert statuses == [b"200", b"200", b"401", b"200"]
     first, second, third = (submit.tenant for submit in stack.decoder.submits)
     assert first == third != second
+
+
+def test_the_access_log_names_tenant_model_and_tokens(stack: GatewayStack, caplog) -> None:
+    logger = "services.gateway.http.middleware"
+    with caplog.at_level("INFO", logger), stack.client() as client:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+        key = {"Authorization": "Bearer quiet"}
+        usage = client.post("/v1/chat/completions", json=body, headers=key).json()["usage"]
+        assert client.get("/v1/models", headers=key).status_code == 200
+        assert client.get("/v1/models").status_code == 401
+        stack.wait(lambda: sum(r.name == logger for r in caplog.records) == 3)
+    chat, models, refused = (r.fields for r in caplog.records if r.name == logger)
+    assert chat["model"] == MODEL and chat["outcome"] == "stop" and chat["tenant"]
+    assert chat["prompt_tokens"] == usage["prompt_tokens"] > 0
+    assert chat["completion_tokens"] == usage["completion_tokens"] > 0
+    assert models.keys() == {"ms", "tenant"} and models["tenant"] == chat["tenant"]
+    assert refused.keys() == {"ms"}

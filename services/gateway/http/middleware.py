@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -86,8 +87,20 @@ class Middleware:
             status = await self._serve(scope, receive, send, headers)
             request_span.set(status=status, **_outcome(scope))
         level = logging.DEBUG if is_quiet else logging.INFO
-        fields = {"ms": round((time.monotonic() - start) * 1e3, 1), **_outcome(scope)}
+        fields = {"ms": round((time.monotonic() - start) * 1e3, 1), **self._described(scope)}
         log.log(level, "%s %s %d", scope["method"], scope["path"], status, extra={"fields": fields})
+
+    def _described(self, scope: Scope) -> dict[str, Any]:
+        """Returns the fields of a request's log line: its tenant if it has a key, and the model,
+        the outcome and the numbers of tokens if it generates.
+        """
+        state: Mapping[str, Any] = scope["state"]
+        who = {"tenant": name} if (name := state.get("tenant")) else {}
+        if "used" not in state:
+            return {**who, **_outcome(scope)}
+        used: Mapping[str, int] = state["used"]
+        tokens = {name: used[name] for name in ("prompt_tokens", "completion_tokens")}
+        return {**who, "model": self.model, **tokens, **_outcome(scope)}
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]
@@ -132,6 +145,7 @@ class Middleware:
                     if scope_of(scope["path"]) not in identity.scopes:
                         raise Forbidden(f"the API key does not open {scope['path']}")
                     bind_identity(identity)
+                    scope["state"]["tenant"] = identity.tenant.name
                 await self.app(scope, receive, send_with_id)
             finally:
                 if identity is not None and "used" in scope["state"]:

@@ -75,7 +75,7 @@ def test_a_model_that_is_not_there_is_said_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["serve", "--model", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
+    assert capsys.readouterr().err.splitlines()[-1].split(" ", 1)[1] == (
         f"triptych: no model at {tmp_path}: it has no config.json"
     )
 
@@ -141,7 +141,7 @@ def test_a_disk_that_takes_nothing_is_a_line(
         patch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
         assert cli.main([command]) == 1
     out, err = capsys.readouterr()
-    assert (out + err).removeprefix("triptych: ").startswith("no temporary directory can be made")
+    assert "no temporary directory can be made" in out + err
     assert len((out + err).splitlines()) == 1
 
 

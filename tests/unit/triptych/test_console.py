@@ -5,28 +5,49 @@ import io
 import json
 import os
 import pty
+import re
 from contextlib import redirect_stderr, suppress
 from threading import Thread
 
 import pytest
 
 from triptych import serve
-from triptych.console import Console
+from triptych.console import Console, make_view
+from triptych.options import ServeOptions
+
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 
 def record(message: str = "hello", level: str = "info", **fields: object) -> str:
-    common = {"time": "t", "level": level, "service": "s", "logger": "services.x"}
+    common = {
+        "time": "2026-11-29T06:00:00.123Z",
+        "level": level,
+        "service": "s",
+        "logger": "services.x",
+    }
     return json.dumps(common | {"message": message} | fields)
 
 
 def seen(
-    console_levels: dict[str, str], *lines: tuple[str, str], access: bool = False
+    console_levels: dict[str, str],
+    *lines: tuple[str, str],
+    access: bool = False,
+    log_format: str = "text",
 ) -> list[str]:
     stream = io.StringIO()
-    console = Console(console_levels, access_log=access, stream=stream)
+    console = Console(console_levels, access_log=access, view=make_view(log_format, stream))
     for child, line in lines:
         console.output(child, line)
-    return stream.getvalue().splitlines()
+    return (
+        without_times(stream.getvalue()) if log_format == "text" else stream.getvalue().splitlines()
+    )
+
+
+def without_times(text: str) -> list[str]:
+    """The lines without the time that each must begin with."""
+    parts = [line.split(" ", 1) for line in text.splitlines()]
+    assert all(re.fullmatch(TIME, time) for time, _ in parts)
+    return [line for _, line in parts]
 
 
 def test_records_below_the_level_are_not_shown() -> None:
@@ -77,7 +98,9 @@ def test_a_terminal_has_a_bar_for_each_process() -> None:
     reader = Thread(target=read)
     reader.start()
     with os.fdopen(follower, "w") as terminal:
-        console = Console({"decoder-0": "WARNING", "encoder-0": "WARNING"}, stream=terminal)
+        console = Console(
+            {"decoder-0": "WARNING", "encoder-0": "WARNING"}, view=make_view(stream=terminal)
+        )
         console.output("decoder-0", record(stage="weights", done=3, total=8))
         console.output("encoder-0", record(stage="kernels", done=0, total=0))
         console.report("one line")
@@ -95,9 +118,10 @@ def test_a_dumb_terminal_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     leader, follower = pty.openpty()
     monkeypatch.setenv("TERM", "dumb")
     with os.fdopen(follower, "w") as terminal:
-        console = Console({"decoder-0": "WARNING"}, stream=terminal)
+        console = Console({"decoder-0": "WARNING"}, view=make_view(stream=terminal))
         console.output("decoder-0", record(stage="weights", done=3, total=8))
-        assert os.read(leader, 1 << 16) == b"triptych: decoder-0: weights, 3 of 8\r\n"
+        shown = os.read(leader, 1 << 16).decode()
+        assert re.fullmatch(f"{TIME} triptych: decoder-0: weights, 3 of 8\r\n", shown)
     os.close(leader)
 
 
@@ -106,7 +130,7 @@ def test_a_terminal_that_is_gone_ends_nothing(is_ready: bool) -> None:
     """As after `setsid` or `disown`, when no signal says so."""
     leader, follower = pty.openpty()
     terminal = os.fdopen(follower, "w")
-    console = Console({"decoder-0": "WARNING"}, stream=terminal)
+    console = Console({"decoder-0": "WARNING"}, view=make_view(stream=terminal))
     console.output("decoder-0", record(stage="weights", done=3, total=8))
     if is_ready:
         console.ready()
@@ -124,7 +148,7 @@ def test_a_terminal_that_is_gone_ends_nothing(is_ready: bool) -> None:
 
 def test_why_a_service_could_not_start_is_said_once() -> None:
     stream = io.StringIO()
-    console = Console({"decoder-0": "WARNING"}, stream=stream)
+    console = Console({"decoder-0": "WARNING"}, view=make_view(stream=stream))
     console.output("decoder-0", record("the shapes are wrong", "critical"))
     console.output(
         "decoder-0", record("the engine process ended; its own log says why", "critical")
@@ -133,12 +157,14 @@ def test_why_a_service_could_not_start_is_said_once() -> None:
     assert stream.getvalue() == ""
     console.ready()
     console.output("decoder-0", record("the engine failed", "critical", exception="Traceback\n  x"))
-    assert stream.getvalue() == "decoder-0 CRITICAL the engine failed\nTraceback\n  x\n"
+    at, text = stream.getvalue().split(" ", 1)
+    assert at == "2026-11-29T06:00:00.123Z"
+    assert text == "decoder-0 CRITICAL the engine failed\nTraceback\n  x\n"
 
 
 def test_another_program_is_quoted_only_if_it_fails() -> None:
     stream = io.StringIO()
-    console = Console({"gateway": "WARNING"}, stream=stream)
+    console = Console({"gateway": "WARNING"}, view=make_view(stream=stream))
     console.output("redis", "Redis is starting")
     console.output("redis", "cannot bind")
     assert (console.cause("redis"), stream.getvalue()) == ("cannot bind", "")
@@ -161,16 +187,59 @@ class Disk(io.StringIO):
 
 def test_what_comes_after_a_full_disk_is_shown() -> None:
     disk = Disk()
-    console = Console({"gateway": "INFO"}, stream=disk)
+    console = Console({"gateway": "INFO"}, view=make_view(stream=disk))
     console.output("gateway", record("lost"))
     console.report("lost")
     disk.is_full = False
     console.output("gateway", record("shown"))
-    assert disk.getvalue() == "gateway INFO shown\n"
+    assert disk.getvalue() == "2026-11-29T06:00:00.123Z gateway INFO shown\n"
 
 
 def test_what_serve_says_itself_ends_nothing_on_a_full_disk() -> None:
     disk = Disk()
     with redirect_stderr(disk):
-        serve._say("loading")
+        make_view().report("loading")
     assert disk.getvalue() == ""
+
+
+def test_collectors_of_logs_get_an_object_a_line() -> None:
+    lines = [
+        ("gateway-1", record("hello", tokens=3)),
+        ("gateway-1", "plain words"),
+        ("gateway-1", record("hidden", "debug")),
+        ("decoder-0", record("weights", stage="weights", done=0, total=4)),
+        ("decoder-0", record("weights", stage="weights", done=1, total=4)),
+    ]
+    levels = {"gateway-1": "INFO", "decoder-0": "WARNING"}
+    shown = [json.loads(line) for line in seen(levels, *lines, log_format="json")]
+    assert [each["message"] for each in shown] == ["hello", "plain words", "weights"]
+    assert all(re.fullmatch(TIME, each["time"]) for each in shown)
+    assert [each["process"] for each in shown] == ["gateway-1", "gateway-1", "decoder-0"]
+    assert shown[0]["tokens"] == 3 and shown[0]["service"] == "s"
+    assert shown[1]["service"] == "gateway"
+    assert (shown[2]["done"], shown[2]["total"]) == (0, 4)
+
+
+def test_the_command_writes_objects_too() -> None:
+    stream = io.StringIO()
+    Console({}, view=make_view("json", stream)).report("ready")
+    entry = json.loads(stream.getvalue())
+    assert (entry["service"], entry["level"], entry["message"]) == ("triptych", "info", "ready")
+
+
+def test_the_first_line_has_what_differs_from_the_defaults_but_no_secret() -> None:
+    options = ServeOptions(
+        port=9, api_key="sk-1", redis_url="redis://me:secret@h:6379/0", served_names=["a", "b"]
+    )
+    variables = {
+        "DECODER_STEP_MS": "20", "GATEWAY_API_KEYS": "sk-2,file:/keys.json", "HOME": "/root",
+        "GATEWAY_REDIS_URL": "redis://u:hidden@r/1", "ENCODER_PEER_TOKEN_FILE": "/token",
+    }  # fmt: skip
+    line = serve.configuration(options, variables)
+    for shown in ("version ", "port=9", "served_names=['a', 'b']", "DECODER_STEP_MS=20",
+                  "redis_url=redis://h:6379/0", "GATEWAY_REDIS_URL=redis://r/1",
+                  "ENCODER_PEER_TOKEN_FILE=/token", "api_key=(not shown)"):  # fmt: skip
+        assert shown in line
+    for hidden in ("sk-1", "sk-2", "secret", "hidden", "HOME"):
+        assert hidden not in line
+    assert serve.configuration(ServeOptions(), {}).endswith("all options are the defaults")
