@@ -56,7 +56,7 @@ from services.gateway.tokenizer.tokenizer import ModelTokenizer
 log = logging.getLogger(__name__)
 
 # Stored responses and images take one part in eight of the memory for requests at most.
-_KEPT_PART = 8
+_STORE_PART = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def create_gateway(
     template = _template(settings, spec, tokenizer)
     metrics = GatewayMetrics()
     leases = _leases(settings, metrics)
-    kept, held_bytes = _kept(settings, max_held_bytes(memory_bytes or memory_limit_bytes()))
+    store, held_bytes = _entry_store(settings, max_held_bytes(memory_bytes or memory_limit_bytes()))
     max_body_bytes = _max_body_bytes(settings, held_bytes)
     limits = BodyLimits(max_body_bytes, bounds.body_start_s)
     admission = Admission(bounds.max_concurrent_requests, held_bytes, leases, limits)
@@ -112,7 +112,7 @@ def create_gateway(
     if spec.vision is not None:
         width = spec.text.hidden_size * spec.vision.tower.num_features
         embeddings = ClientEmbeddings(width, loader) if settings.embeddings else None
-        images = ImageReader(loader, spec.vision.geometry, bounds, kept, embeddings)
+        images = ImageReader(loader, spec.vision.geometry, bounds, store, embeddings)
         if spec.vision.video is not None:
             videos = VideoReader(loader, spec.vision.video, bounds, encoders)
     parsers = WorkerThreads(1, "parse")
@@ -136,10 +136,10 @@ def create_gateway(
     )
 
     info = TokenizerInfo(spec.directory, template.source)
-    routes = create_routes(service, admission, metrics, info, kept, settings.others, pod_times)
+    routes = create_routes(service, admission, metrics, info, store, settings.others, pod_times)
     # msgspec checks requests, and `openapi` describes them from the same types, so FastAPI's own
     # validation and document are not used.
-    router = APIRouter(lifespan=lambda _: _running(service, leases, web, loader, kept))
+    router = APIRouter(lifespan=lambda _: _running(service, leases, web, loader, store))
     router.routes += routes
     same_site = _same_site(settings, needs_key=not keyring.is_open)
     middleware = Middleware(
@@ -151,7 +151,7 @@ def create_gateway(
 
 @asynccontextmanager
 async def _running(
-    service: ChatService, leases: Leases, web: WebMedia, loader: MediaLoader, kept: EntryStore
+    service: ChatService, leases: Leases, web: WebMedia, loader: MediaLoader, store: EntryStore
 ) -> AsyncGenerator[None]:
     await service.start()
     leases.start()
@@ -162,7 +162,7 @@ async def _running(
         await service.close()
         web.close()
         loader.close()
-        await kept.close()
+        await store.close()
 
 
 def _names(settings: GatewaySettings, spec: ModelSpec) -> tuple[str, ...]:
@@ -221,21 +221,21 @@ def _leases(settings: GatewaySettings, metrics: GatewayMetrics) -> Leases:
     return leases
 
 
-def _kept(settings: GatewaySettings, held_bytes: int) -> tuple[EntryStore, int]:
+def _entry_store(settings: GatewaySettings, held_bytes: int) -> tuple[EntryStore, int]:
     """Makes the store of responses and images that later requests can name.
 
     Returns:
         The store, and the number of bytes that it leaves to requests.
     """
     if settings.redis_url:
-        kept = RedisEntryStore(settings.redis_url, password_file=settings.redis_password_file)
-        return kept, held_bytes
+        store = RedisEntryStore(settings.redis_url, password_file=settings.redis_password_file)
+        return store, held_bytes
     if settings.replicas > 1:
         log.warning(
             "previous_response_id and uuid find the responses and images of this gateway alone, "
             "not those of its replicas: set GATEWAY_REDIS_URL"
         )
-    num_bytes = min(MAX_BYTES, held_bytes // _KEPT_PART)
+    num_bytes = min(MAX_BYTES, held_bytes // _STORE_PART)
     return MemoryEntryStore(MAX_TENANT_BYTES, num_bytes), held_bytes - num_bytes
 
 

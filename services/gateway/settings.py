@@ -1,7 +1,6 @@
 """The gateway's settings, `GATEWAY_<FIELD>` in the environment.
 
-`__main__` reads them and hands them on; a variable that is unknown or malformed is a
-`SettingsError`.
+`__main__` reads them at the start. A variable that is unknown or malformed is a `SettingsError`.
 """
 
 import json
@@ -15,11 +14,11 @@ from services.common.images.image_header import MAX_SOURCE_PIXELS
 from services.common.settings import PeerSettings, Port, split_list
 from services.gateway.bounds import MAX_BODY_BYTES, Bounds
 
-# What stands in settings for no keys, and for private addresses.
+# Values of settings with a meaning of their own: requests need no keys; private addresses.
 NO_KEYS = "none"
 _PRIVATE = "private"
 _FILE = "file:"
-# As requests have them: a name of other letters comes in Punycode.
+# Requests write names of other letters in Punycode, so the patterns allow no such letters.
 _ORIGIN = re.compile(r"\*|[A-Za-z][\w+.-]*://[^/?#@*\s\x7F-\U0010FFFF]+/?")
 _NAME = re.compile(r"[^/?#@*:\s\x7F-\U0010FFFF]+|\[?(?:[0-9A-Fa-f.]*:){2}[0-9A-Fa-f:.]*\]?")
 _BOUNDS = Bounds()
@@ -27,55 +26,64 @@ _OWN_PORTS = {"http": ":80", "https": ":443"}
 
 
 class GatewaySettings(PeerSettings):
-    """Read once, at start.
+    """The settings, which are read once at the start.
 
     Attributes:
-        host: address to listen on.
-        port: HTTP port.
-        metrics_port: of Prometheus; 0: no endpoint.
-        model: checkpoint directory; its JSON files and its chat template are read.
-        served_model_name: comma-separated names by which requests may call the model; answers have
-            the first. Default: the directory's name.
-        chat_template: file with a chat template (Jinja) instead of the checkpoint's.
+        host: address on which the gateway listens.
+        port: port of the HTTP API.
+        metrics_port: port of the Prometheus endpoint. 0 disables it.
+        model: directory of the checkpoint. The gateway reads its JSON files and its chat template,
+            but no weights.
+        served_model_name: comma-separated names by which requests may call the model. Answers have
+            the first name. Defaults to the name of the model's directory.
+        chat_template: file with a chat template (Jinja) that is used instead of the checkpoint's.
         default_chat_template_kwargs: JSON object of template variables for requests that do not set
-            them, for instance `{"enable_thinking": false}`.
+            them, such as `{"enable_thinking": false}`.
         override_generation_config: JSON object whose entries replace those of the checkpoint's
-            `generation_config.json`, for instance `{"temperature": 0.2, "max_new_tokens": 2048}`.
-        encoder_addresses: comma-separated `host:port` or `unix:path`, or `dns:///name:port`
-            (`dns:name:port`), which is resolved periodically into one address per pod. Not used if
-            the model takes text alone.
-        decoder_addresses: of the same form; always needed.
-        request_timeout_s: from arrival to the last token.
-        allowed_media: where images may come from besides public addresses, comma-separated: a
-            directory, for `file:` URLs; `private`: addresses that are private or loopback.
-        api_keys: comma-separated; `file:PATH` among them: a file of keys as digests, with their
-            tenants and limits, see docs/api.md. Without any, requests on loopback need no
-            key, and other addresses are not listened on; `none`: requests need no key there,
-            either.
+            `generation_config.json`, such as `{"temperature": 0.2, "max_new_tokens": 2048}`.
+        encoder_addresses: comma-separated addresses of encoders: `host:port`, `unix:path`, or
+            `dns:///name:port` (also `dns:name:port`), which is resolved every few seconds into one
+            address per pod. Not used if the model takes only text.
+        decoder_addresses: addresses of decoders, in the same form. Always needed.
+        request_timeout_s: time in seconds that a request may take, from its arrival to its last
+            token.
+        allowed_media: places from which images may be loaded beside public web addresses,
+            comma-separated: an absolute directory, for `file:` URLs; `private`, for private and
+            loopback addresses.
+        api_keys: comma-separated API keys. An entry `file:PATH` names a file with the digests of
+            keys, their tenants and their limits, see docs/api.md. If there is no key, the gateway
+            may listen on loopback only, where requests then need none. `none` lets it listen on any
+            address without keys.
         other_gateways: comma-separated URLs of gateways that serve other models behind the same
-            address; `GET /v1/models` lists theirs, too.
-        redis_url: where gateways count tenants' limits together, and keep answers and images that
-            clients name again; empty: limits are divided, and each keeps its own in memory.
-        redis_password_file: password of the URL's user, read again at each connection; unset:
-            the URL's.
-        replicas: the number of gateways, by which limits are divided until Redis has told it.
-        allowed_sites: comma-separated. Names under which requests are answered, besides addresses;
-            `.example.com`: all names under it; without names: any where keys are needed, else those
-            of this machine (on loopback) or of a local network. Origins of web pages that may call,
-            such as `https://example.com:8443`, or `*`: any.
-        max_images: most images of a request. Each is a call to an encoder, and its bytes are held
-            until the request ends; its tokens count as the context's do.
-        max_image_pixels: most pixels of one image as sent, width times height. While an encoder
-            decodes an image it needs 7 to 23 bytes for each pixel, of at most a quarter of its
-            pod's memory, see docs/tuning.md.
-        max_image_bytes: most bytes of one encoded image; three times as many are held.
-        max_videos: most videos of a request. Files are held at an encoder, too.
-        max_body_bytes: most bytes of a request's body; four times as many are held until the
-            request ends, of the pod's memory less 384 MiB.
-        embeddings: clients may bring embeddings of images (`image_embeds`).
-        unknown_fields: of requests: refuse them, or ignore them as the hints of docs/api.md.
-        shutdown_grace_s: how long running requests may continue after SIGTERM.
-        log_level: of the standard logging module.
+            address. `GET /v1/models` lists their models, too.
+        redis_url: URL of the Redis in which gateways count tenants' use of their limits together,
+            and store the responses and images that later requests name. If it is empty, each
+            gateway has an equal share of every limit, and stores responses and images in its own
+            memory.
+        redis_password_file: file with the password of the URL's user, which is read again at each
+            connection. If it is not set, the password is the URL's.
+        replicas: number of gateways. While Redis does not answer, each gateway has this share of
+            every limit.
+        allowed_sites: comma-separated host names and origins. A request is served if its `Host` is
+            an IP address or one of the host names; `.example.com` is every name below
+            `example.com`. If there is no host name, every name is served where keys are needed, and
+            otherwise names of this machine (if the gateway listens on loopback) or of local
+            networks. Web pages of the origins, such as `https://example.com:8443`, may call the
+            gateway; `*` is every origin.
+        max_images: most images of a request. Each image is a call to an encoder, its bytes are in
+            memory until the request ends, and its tokens take part of the context.
+        max_image_pixels: most pixels of one image as sent, width times height. An encoder needs 7
+            to 23 bytes per pixel while it decodes an image, and has at most a quarter of its pod's
+            memory for that, see docs/tuning.md.
+        max_image_bytes: most bytes of one image file. The gateway needs three times as many.
+        max_videos: most videos of a request. Their files also take memory of an encoder.
+        max_body_bytes: most bytes of a request's body. Until the request ends, it takes four times
+            as many of the memory for requests, which is the pod's memory without 384 MiB.
+        embeddings: switch that lets clients send embeddings of images (`image_embeds`).
+        unknown_fields: `refuse` answers requests with unknown fields with an error; `ignore` leaves
+            the fields out, like the hints of docs/api.md.
+        shutdown_grace_s: seconds that running requests may take after SIGTERM.
+        log_level: lowest level that is logged.
     """
 
     prefix = "GATEWAY_"
@@ -153,7 +161,7 @@ class GatewaySettings(PeerSettings):
 
     @property
     def is_open(self) -> bool:
-        """Whether requests need no key on any address."""
+        """True if requests need no key on any address."""
         return self.api_keys.get_secret_value().strip() == NO_KEYS
 
     @property
@@ -178,7 +186,7 @@ class GatewaySettings(PeerSettings):
 
     @property
     def allows_private_media(self) -> bool:
-        """Whether image URLs may reach private and loopback addresses."""
+        """True if image URLs may reach private and loopback addresses."""
         return _PRIVATE in split_list(self.allowed_media)
 
     @field_validator("default_chat_template_kwargs", "override_generation_config")
@@ -231,7 +239,9 @@ def _is_origin(site: str) -> bool:
 
 
 def _as_sent(origin: str) -> str:
-    """As browsers write it: in lower case, without a slash or the scheme's own port."""
+    """Returns an origin as browsers write it: in lower case, without a slash at the end and without
+    the default port of its scheme.
+    """
     origin = origin.lower().removesuffix("/")
     scheme, _, _ = origin.partition("://")
     return origin.removesuffix(_OWN_PORTS.get(scheme, "/"))

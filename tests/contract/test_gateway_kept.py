@@ -229,7 +229,10 @@ def test_unknown_uuids_and_images_without_any_are_refused(stack):
     refused = stack.chat(messages=by_uuid("never seen"))
     assert refused.status_code == 400
     error = refused.json()["error"]
-    assert error["param"] == "messages[0].content[0]" and "send it with its URL" in error["message"]
+    assert (
+        error["param"] == "messages[0].content[0]"
+        and "send the image with its URL" in error["message"]
+    )
     refused = stack.chat(messages=by_uuid(None))
     assert refused.json()["error"]["param"] == "messages[0].content[0]"
     assert not stack.decoder.submits

@@ -118,7 +118,7 @@ def test_gateways_count_together_and_divide_when_redis_is_gone(
     for stack in two:
         refused = ask(stack)
         assert refused.status_code == 429
-        assert "this gateway's part of it is 6" in refused.json()["error"]["message"]
+        assert "this gateway's share is 6" in refused.json()["error"]["message"]
         assert refused.headers["x-ratelimit-limit-requests"] == "6"
     redis_server.start()
     wait_until(lambda: divided_by(two) == [1, 1], "the gateways count together again")

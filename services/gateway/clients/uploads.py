@@ -46,11 +46,11 @@ class Uploads:
             try:
                 upload = pod.unary("Upload", pb.UploadRequest, pb.UploadResponse)
                 request = pb.UploadRequest(file=data, tenant=tenant)
-                kept_s = (await pod.call(upload, request, _TIMEOUT_S)).kept_s
+                ttl_s = (await pod.call(upload, request, _TIMEOUT_S)).kept_s
             except Unavailable as error:
                 cause = error.without_frames()
                 continue
-            return SCHEME + digest.hex(), kept_s
+            return SCHEME + digest.hex(), ttl_s
         raise cause or Unavailable("no encoder is available", retry_after_s=1)
 
     async def get(self, tenant: str, handle: str) -> bytes:
@@ -62,7 +62,7 @@ class Uploads:
             TriptychError: an encoder that may have the file does not answer.
         """
         digest = _read_handle(handle)
-        cause: TriptychError = NotFound("no such upload is kept: upload the file again")
+        cause: TriptychError = NotFound("the uploaded file is not stored any more: upload it again")
         for pod in self._ranked(digest):
             try:
                 return await _download(pod, digest, tenant)
@@ -80,21 +80,21 @@ class Uploads:
             NotFound: the tenant has no such file.
             TriptychError: an encoder does not answer. The other encoders have deleted the file.
         """
-        digest, was_kept = _read_handle(handle), False
+        digest, was_found = _read_handle(handle), False
         pods = self._encoders.fitting()
         cause = None if pods else Unavailable("no encoder is available", retry_after_s=1)
         for pod in pods:
             try:
                 await _download(pod, digest, tenant, forget=True)
-                was_kept = True
+                was_found = True
             except NotFound:
                 continue
             except TriptychError as error:
                 cause = error.without_frames()
         if cause is not None:
             raise cause
-        if not was_kept:
-            raise NotFound("no such upload is kept")
+        if not was_found:
+            raise NotFound("no such upload is stored")
 
     def _ranked(self, digest: bytes) -> Sequence[EncoderPod]:
         """Returns the healthy encoders, in the order of their rank for a file."""

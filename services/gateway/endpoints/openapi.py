@@ -66,7 +66,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         responses.ResponseEvent,
     ),
     ("GET", "/v1/responses/{name}"): Operation(
-        "A response that is kept", None, responses.ResponseObject
+        "A stored response", None, responses.ResponseObject
     ),
     ("DELETE", "/v1/responses/{name}"): Operation(
         "Forgets a response", None, responses.DeletedResponse

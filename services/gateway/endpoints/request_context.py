@@ -93,7 +93,7 @@ class RequestContext:
     async def collect(self, completion: Completion) -> list[list[Update]]:
         """Runs a completion to its end; returns the updates of each choice."""
         updates_of: list[list[Update]] = [[] for _ in completion.choices]
-        async with aclosing(self.service.answer(completion, is_kept=True)) as answer:
+        async with aclosing(self.service.answer(completion, holds_updates=True)) as answer:
             async for updates in answer:
                 for update in updates:
                     updates_of[update.choice].append(update)

@@ -87,7 +87,7 @@ async def responses(stored: StoredResponses, context: RequestContext, body: Body
     name = f"{context.answer_id}-{token_hex(_RANDOM_ID_BYTES)}"
     context.writer = writer = ResponseWriter(request, name, completion, service.model_name)
     if request.stream:
-        await writer.stream(service.answer(completion, is_kept=True), exchange)
+        await writer.stream(service.answer(completion, holds_updates=True), exchange)
     else:
         for update in (await context.collect(completion))[0]:
             writer.update(update)
@@ -97,7 +97,7 @@ async def responses(stored: StoredResponses, context: RequestContext, body: Body
         for image in completion.images
         if isinstance(image, Image)
     }
-    await stored.keep(tenant, request, writer.response, images)
+    await stored.store(tenant, request, writer.response, images)
     if request.stream:
         await exchange.write(writer.encode(events), last=True)
     else:
@@ -229,7 +229,7 @@ def _content(given: str | list[api.InputPart] | None, path: str) -> str | list[C
             raise InvalidRequest("belongs to an item of reasoning", param=f"{place}.type")
         if isinstance(part, api.ResponseImage):
             if part.file_id is not None:
-                message = "files are not kept here; give image_url"
+                message = "files are not stored here; give image_url"
                 raise InvalidRequest(message, param=f"{place}.file_id")
             if part.image_url is None and part.uuid is None:
                 raise InvalidRequest("is required", param=f"{place}.image_url")
@@ -391,16 +391,16 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
                 content = [api.OutputText("", [], [])]
                 item = api.OutputMessage(f"msg_{self._id}_{index}", content, "in_progress")
         self.response.output.append(item)
-        told = deepcopy(item)  # whose lists do not grow
-        added = self._event("response.output_item.added", item=told, output_index=index)
-        if isinstance(told, api.OutputCall):
+        snapshot = deepcopy(item)  # The lists of `item` grow after the event was made.
+        added = self._event("response.output_item.added", item=snapshot, output_index=index)
+        if isinstance(snapshot, api.OutputCall):
             return [added]
-        part_added = self._item_event("response.content_part.added", part=told.content[0])
-        told.content = []
+        part_added = self._item_event("response.content_part.added", part=snapshot.content[0])
+        snapshot.content = []
         return [added, part_added]
 
     def delta(self, part: Part) -> api.ResponseEvent:
-        event = self._told(part, "delta", delta=part.text)
+        event = self._part_event(part, "delta", delta=part.text)
         if isinstance(self._item, api.OutputMessage):
             event.logprobs, self._logprobs = self._logprobs, []
             self._item.content[0].logprobs += event.logprobs
@@ -412,14 +412,14 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
         item, index = self._item, len(self.response.output) - 1
         item.status = "incomplete" if is_last and self._is_cut else "completed"
         if isinstance(item, api.OutputCall):
-            told = [self._told(part, "done", arguments=item.arguments, name=item.name)]
+            events = [self._part_event(part, "done", arguments=item.arguments, name=item.name)]
         else:
             content = item.content[0]
-            told = [self._told(part, "done", text=content.text)]
+            events = [self._part_event(part, "done", text=content.text)]
             if isinstance(content, api.OutputText):
-                told[0].logprobs = content.logprobs
-            told.append(self._item_event("response.content_part.done", part=content))
-        return [*told, self._event("response.output_item.done", item=item, output_index=index)]
+                events[0].logprobs = content.logprobs
+            events.append(self._item_event("response.content_part.done", part=content))
+        return [*events, self._event("response.output_item.done", item=item, output_index=index)]
 
     def _fill_item(self) -> None:
         """Gives the open item its text, at once: text that grows is copied each time."""
@@ -430,7 +430,7 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
         else:
             item.content[0].text = text
 
-    def _told(self, part: Part, what: str, **fields: object) -> api.ResponseEvent:
+    def _part_event(self, part: Part, what: str, **fields: object) -> api.ResponseEvent:
         """Returns the event of a piece of the open item, or of its end."""
         return self._item_event(f"response.{_KINDS[type(part)]}.{what}", **fields)
 

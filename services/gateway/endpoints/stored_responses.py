@@ -49,7 +49,7 @@ class _StoredImage(api.ResponseImage, tag="input_image"):
     """An image of a stored turn. Its `uuid` is the digest of its bytes."""
 
     @property
-    def kept_name(self) -> str | None:
+    def stored_name(self) -> str | None:
         return _content_name(self.uuid or "")
 
 
@@ -73,7 +73,7 @@ class StoredResponses:
     """
 
     _service: ChatService
-    _kept: EntryStore
+    _store: EntryStore
 
     async def items_until(self, tenant: str, response_id: str | None) -> list[api.InputItem]:
         """Returns the items of the conversation that ends with a response, in order. Empty if there
@@ -116,7 +116,7 @@ class StoredResponses:
                 raise self._not_found(name, param)
             items[index] = found.pop(name)
 
-    async def keep(
+    async def store(
         self,
         tenant: str,
         request: api.ResponsesRequest,
@@ -140,7 +140,7 @@ class StoredResponses:
             return
         items += [_as_input(item) for item in response.output]
         turn = _Turn(items, Raw(encode_json(response)), request.previous_response_id)
-        response.store = await self._kept.put(tenant, _name(response.id), encode_json(turn))
+        response.store = await self._store.put(tenant, _name(response.id), encode_json(turn))
 
     async def retrieve(self, _: ChatService, request: Request, slot: Slot, __: Body) -> Response:
         """Returns a stored response."""
@@ -153,7 +153,7 @@ class StoredResponses:
     async def delete(self, request: Request) -> Response:
         """Deletes a stored response, so that later turns cannot be continued."""
         response_id = request.path_params["name"]
-        if not await self._kept.delete(bound_tenant().name, _name(response_id)):
+        if not await self._store.delete(bound_tenant().name, _name(response_id)):
             raise self._not_found(response_id, None)
         return JsonResponse(api.DeletedResponse(response_id))
 
@@ -166,7 +166,7 @@ class StoredResponses:
         self, tenant: str, response_id: str, param: str | None = None
     ) -> tuple[_Turn, int]:
         """Returns a stored turn and its size in bytes."""
-        data = await self._kept.get(tenant, _name(response_id))
+        data = await self._store.get(tenant, _name(response_id))
         if data is not None:
             with suppress(msgspec.DecodeError):  # of another version's gateway
                 if len(data) <= _INLINE_BYTES:
@@ -175,7 +175,7 @@ class StoredResponses:
         raise self._not_found(response_id, param)
 
     def _not_found(self, response_id: str, param: str | None) -> NotFound:
-        message = f"Response with id {response_id[:200]!r} not found. {self._kept.terms}"
+        message = f"Response with id {response_id[:200]!r} not found. {self._store.terms}"
         return NotFound(message, param=param)
 
     async def _own_items(
@@ -207,15 +207,15 @@ class StoredResponses:
         for index, part in enumerate(parts):
             if isinstance(part, api.ResponseImage):
                 data = images.get(f"{place}[{index}]")
-                if data is None:  # its turn was cut
+                if data is None:  # `truncation` has left out the turn with the image.
                     return None
                 digest = f"blake3:{blake3(data).hexdigest()}"
-                if not await self._kept.put(tenant, _content_name(digest), data):
+                if not await self._store.put(tenant, _content_name(digest), data):
                     return None
                 image = structs.replace(part.image, url=None)
                 part = structs.replace(part, image_url=image, uuid=digest)
             elif isinstance(part, InputVideoPart) and not part.urls.startswith(("http:", "https:")):
-                return None  # its bytes are not kept
+                return None  # The bytes of a `data:` video are not stored.
             found.append(part)
         return found
 

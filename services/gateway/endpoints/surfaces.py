@@ -39,7 +39,7 @@ def create_routes(
     admission: Admission,
     metrics: GatewayMetrics,
     tokenizer: TokenizerInfo,
-    kept: EntryStore,
+    store: EntryStore,
     other_gateways: Sequence[str] = (),
     times: PodTimes | None = None,
 ) -> list[Route]:
@@ -51,11 +51,11 @@ def create_routes(
         admission: owner of the admission slots.
         metrics: metrics of the gateway.
         tokenizer: description of the model's tokenizer.
-        kept: store of the responses that later requests continue.
+        store: store of the responses that later requests continue.
         other_gateways: URLs of gateways whose models `/v1/models` lists, too.
         times: times of the pods, which decide when absent services count as scaled to zero.
     """
-    answers = StoredResponses(service, kept)
+    answers = StoredResponses(service, store)
     generation = partial(GenerationEndpoint, service, admission, metrics)
     utility = partial(UtilityEndpoint, service, admission)
     models = ModelRoutes(service, other_gateways, int(time.time()))

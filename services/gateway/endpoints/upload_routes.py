@@ -57,8 +57,8 @@ async def upload(service: ChatService, request: Request, slot: Slot, body: Body)
     if not 0 < len(data) <= _MAX_BYTES:
         raise InvalidRequest(f"an upload has 1 to {_MAX_BYTES} bytes")
     digest = await asyncio.to_thread(lambda: blake3(data).digest())
-    handle, kept_s = await _uploads(service).put(slot.tenant.name, data, digest)
-    return JsonResponse(UploadAnswer(handle, len(data), kept_s))
+    handle, ttl_s = await _uploads(service).put(slot.tenant.name, data, digest)
+    return JsonResponse(UploadAnswer(handle, len(data), ttl_s))
 
 
 async def delete_upload(

@@ -100,8 +100,8 @@ def _shell_output(item: Object, path: str) -> Object:
 
 
 def _apply_patch_output(item: Object, path: str) -> Object:
-    told = (item.get("status"), item.get("output"))
-    return _output(item, "\n".join(_text(each) for each in told if each), path)
+    values = (item.get("status"), item.get("output"))
+    return _output(item, "\n".join(_text(each) for each in values if each), path)
 
 
 def _computer_output(item: Object, path: str) -> Object:

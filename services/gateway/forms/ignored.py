@@ -212,17 +212,17 @@ class Ignored:
     def _leave_out(self, values: list[object], shape: _Shape, path: str, name: str) -> None:
         elements = shape.elements
         assert elements is not None
-        kept: list[object] = []
+        remaining: list[object] = []
         for index, value in enumerate(values):
             is_object = isinstance(value, dict)
             kind = cast("dict[str, object]", value).get(shape.tag_field) if is_object else value
             if elements.leaves_out(kind):
                 self.add(_safe(f"{name}.{kind}"), name)
                 continue
-            if len(kept) < index:
-                self.paths[f"{path}[{len(kept)}]"] = f"{path}[{index}]"
-            kept.append(value)
-        values[:] = kept
+            if len(remaining) < index:
+                self.paths[f"{path}[{len(remaining)}]"] = f"{path}[{index}]"
+            remaining.append(value)
+        values[:] = remaining
 
 
 def _read(values: list[object], readings: Mapping[str, Reading], path: str) -> None:

@@ -127,9 +127,9 @@ class Parser(Generic[Decoded]):
         try:
             found = self._decoded(body, ignored or Ignored())
         except msgspec.ValidationError as error:
-            told = str(error)
-            where = _WHERE.search(told)
-            message, param = (told[: where.start()], where[1]) if where else (told, "")
+            detail = str(error)
+            where = _WHERE.search(detail)
+            message, param = (detail[: where.start()], where[1]) if where else (detail, "")
             if field := _FIELD.search(message):
                 param = f"{param}.{field[1]}" if param else field[1]
             raise InvalidRequest(message[:300], param=param[:200] or None) from None

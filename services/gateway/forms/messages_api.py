@@ -213,7 +213,9 @@ _ROLES: dict[str, tuple[type[Struct], ...]] = {
 
 def _check(request: CountTokensRequest) -> None:
     if isinstance(request, MessagesRequest) and request.thread is not None:
-        raise ThreadUnsupported("no conversation is kept: send all of it", param="thread")
+        raise ThreadUnsupported(
+            "no conversation is stored: send all of its messages", param="thread"
+        )
     if request.output_format and request.output_config and request.output_config.format:
         raise InvalidRequest("give it or output_config.format, not both", param="output_format")
     for index, turn in enumerate(request.messages):

@@ -86,7 +86,7 @@ class ImagePart(Struct, kw_only=True, forbid_unknown_fields=True):
     uuid: ImageUuid | None = None
 
     @property
-    def kept_name(self) -> str | None:
+    def stored_name(self) -> str | None:
         """Name under which the image is stored for later requests, in the namespace of clients'
         uuids. None if the image has no uuid.
         """

@@ -195,7 +195,7 @@ class ImageReader:
         data = await self.store.get(slot.tenant.name, name)
         if data is None:
             raise InvalidRequest(
-                f"this image is not kept here, or no longer: send it with its URL. "
+                f"no image is stored under this uuid, or no longer: send the image with its URL. "
                 f"{self.store.terms}"
             )
         slot.memory.add(len(data) * MEMORY_PER_FETCHED_BYTE)

@@ -355,7 +355,7 @@ def _source(part: _Image, param: str, request: ChatRequest) -> ImageSource:
         url, grids = part.source(param)
         return ImageSource(url, param, grids=grids)
     image = part.image
-    if not image.url and part.kept_name is None:
+    if not image.url and part.stored_name is None:
         raise InvalidRequest("an image needs a URL, or the uuid of an earlier one", param=param)
     scopes = (image, part, request, request.mm_processor_kwargs)
     found: dict[str, int | None] = {
@@ -364,7 +364,7 @@ def _source(part: _Image, param: str, request: ChatRequest) -> ImageSource:
     }
     detail = image.detail or "auto"
     least, most = found["min_pixels"], found["max_pixels"]
-    return ImageSource(image.url or "", param, detail, least, most, part.kept_name)
+    return ImageSource(image.url or "", param, detail, least, most, part.stored_name)
 
 
 def _video(part: AnyVideo, param: str, request: ChatRequest, index: int) -> VideoSource:

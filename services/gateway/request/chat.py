@@ -141,12 +141,12 @@ class ChatService:
         return completion
 
     async def answer(
-        self, completion: Completion, *, is_kept: bool = False
+        self, completion: Completion, *, holds_updates: bool = False
     ) -> AsyncGenerator[list[Update]]:
         """Runs a prepared request, and yields updates until every choice has a finish reason.
 
         Args:
-            is_kept: True if the caller holds all updates, or their text, until the answer is
+            holds_updates: True if the caller holds all updates, or their text, until the answer is
                 complete. Their bytes then count towards the memory of the request.
 
         Raises:
@@ -175,7 +175,7 @@ class ChatService:
                     updates.append(choice.feed(event))
                     if choice.finish_reason is not None and not event.is_last:
                         attempts.stop(event.choice)  # The decoder would generate more tokens.
-                if is_kept:
+                if holds_updates:
                     completion.slot.memory.add(sum(update.num_bytes for update in updates))
                 yield updates
         if any(choice.finish_reason is None for choice in completion.choices):

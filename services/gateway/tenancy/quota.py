@@ -159,7 +159,7 @@ class Division:
     since: float = float("-inf")
 
     def share(self, limit: int) -> int:
-        """Returns the part of a limit that each gateway may use, which is at least 1."""
+        """Returns the share of a limit that each gateway may use, which is at least 1."""
         return max(1, limit // self.gateways)
 
 
@@ -302,7 +302,7 @@ class Quota:
         return division.share(self.limits[kind] or 0) if is_steady else self.leases[kind]
 
     def check_divided(self, amounts: Amounts, division: Division) -> None:
-        """Checks that amounts fit into this gateway's part of the limits.
+        """Checks that amounts fit into this gateway's share of the limits.
 
         Raises:
             RateLimited: an amount does not fit.
@@ -312,9 +312,9 @@ class Quota:
                 continue
             share = division.share(limit)
             if (wait_s := self._divided_wait_s(kind, amounts[kind], division, share)) > 0:
-                part = f" (this gateway's part of it is {share})" if division.gateways > 1 else ""
+                own = f" (this gateway's share is {share})" if division.gateways > 1 else ""
                 raise RateLimited(
-                    f"the limit of {limit} {_NAMES[kind]} is reached{part}", retry_after_s=wait_s
+                    f"the limit of {limit} {_NAMES[kind]} is reached{own}", retry_after_s=wait_s
                 )
 
     def _divided_wait_s(self, kind: int, amount: int, division: Division, share: int) -> float:
@@ -359,7 +359,7 @@ class Charge:
         quota: quota of the request's tenant.
         amounts: amount of each kind that is counted.
         required: amount of each kind that has to fit before anything is counted.
-        entry_of: kind whose entry is kept, TOKENS or PIXELS.
+        entry_of: kind that `entry` belongs to, TOKENS or PIXELS.
         entry: entry of that kind. None if the charge was not taken or the kind has no limit.
         is_taken: true if the amounts were counted.
     """

@@ -150,7 +150,7 @@ def test_malformed_items_are_refused_by_their_field(name):
 
 def test_a_screenshot_that_only_its_server_has_is_refused():
     given = item("computer_call_output", output={"type": "computer_screenshot", "file_id": "f"})
-    with pytest.raises(InvalidRequest, match="files are not kept here"):
+    with pytest.raises(InvalidRequest, match="files are not stored here"):
         response_messages(given)
 
 

@@ -105,7 +105,7 @@ async def test_what_was_used_before_redis_is_lost_counts_at_other_gateways(
                 await asyncio.sleep(0.02)
         assert 0 < admitted <= 100
         await asyncio.sleep(WINDOW_S)
-        with pytest.raises(RateLimited, match="this gateway's part of it is 500"):
+        with pytest.raises(RateLimited, match="this gateway's share is 500"):
             for _ in range(11):
                 await use(found[1], who, 50)
 
@@ -331,7 +331,7 @@ async def test_without_redis_limits_are_divided_and_say_so(
         for leases in found:
             for _ in range(5):
                 await use(leases, who, 50)
-            with pytest.raises(RateLimited, match="this gateway's part of it is 250"):
+            with pytest.raises(RateLimited, match="this gateway's share is 250"):
                 await use(leases, who, 50)
         headers = dict(found[0].headers(who))
         assert headers[b"x-ratelimit-limit-tokens"] == b"250"
@@ -346,7 +346,7 @@ async def test_a_redis_that_is_away_from_the_start_is_told_once(
         await until(lambda: "divided by 2 gateways until Redis counts them" in caplog.text)
         await asyncio.sleep(0.3)
         assert len(caplog.records) == 2  # of each gateway
-        with pytest.raises(RateLimited, match="this gateway's part of it is 5"):
+        with pytest.raises(RateLimited, match="this gateway's share is 5"):
             for _ in range(6):
                 await use(found[0], tenant(requests_per_minute=10), 1)
         redis_server.start()
