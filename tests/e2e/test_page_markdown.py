@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.e2e.browser import Page
-from tests.e2e.chat_page import ANSWER, LAST, answers, ask, finish
+from tests.e2e.chat_page import ANSWER, LAST, PHONE, WIDE, answers, ask, finish
 from tests.gateway_stack import GatewayStack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -78,6 +78,13 @@ LONG = {
     "escaped backticks in a string without an end":
         r"""'```js\n`a' + '\\`'.repeat(n / 2) + '\\'""",
     "openings of comments": "'```c\\n' + '/*'.repeat(n / 2)",
+    "addresses": "'https://a.b '.repeat(n / 12)",
+    "beginnings of addresses": "'http://'.repeat(n / 7)",
+    "an address before punctuation": "'https://a' + ')'.repeat(n)",
+    "addresses in angles without an end": "'<https://a '.repeat(n / 11)",
+    "three asterisks": "'***a '.repeat(n / 5)",
+    "runs of asterisks": "'a***'.repeat(n / 4)",
+    "tasks": "'- [x] a\\n'.repeat(n / 8)",
     "openings of tags": "'```html\\n' + '<!--'.repeat(n / 4)",
 }  # fmt: skip
 
@@ -107,13 +114,31 @@ def test_the_time_of_drawing_is_linear_in_the_text(page: Page) -> None:
         (r"\``a`", "`<code>a</code>"),
         ("`a` ``b``", "<code>a</code> <code>b</code>"),
         ("[[a](http://x)", '<a href="http://x" target="_blank"'),
-        ("[a\n](http://x)", "[a\n](http://x)"),
+        ("[a\n](http://x)", '[a\n](<a href="http://x"'),
         ("![a](b)", "![a](b)"),
         (r"\[x", "[x"),
         ("**a*b**", "<strong>a*b</strong>"),
-        ("# a ##", "<h3>a</h3>"),
-        ("# a##", "<h3>a##</h3>"),
-        ("# a\r", "<h3>a\r</h3>"),
+        ("# a ##", "<h2>a</h2>"),
+        ("# a##", "<h2>a##</h2>"),
+        ("# a\r", "<h2>a\r</h2>"),
+        ("## a", "<h3>a</h3>"),
+        ("### a", "<h4>a</h4>"),
+        ("###### a", "<h6>a</h6>"),
+        ("***a***", "<strong><em>a</em></strong>"),
+        ("**a *b***", "<strong>a <em>b</em></strong>"),
+        ("see https://a.org/b_c_(d). So", 'see <a href="https://a.org/b_c_(d)" target="_blank"'),
+        ("(https://a.org/b), x", '>https://a.org/b</a>), x'),
+        ("<https://a.org>", '<p><a href="https://a.org"'),
+        ("https://, http://. ahttp://b", "<p>https://, http://. ahttp://b</p>"),
+        ("`https://a.org`", "<code>https://a.org</code>"),
+        ("[x](https://a.org) y", '>x</a> y'),
+        ("- [ ] a", '<li class="task"><p><input type="checkbox" disabled="" aria-label="To do">'),
+        ("- [x] a", 'aria-label="Done">a</p>'),
+        ("- [y] a", "<li><p>[y] a</p></li>"),
+        (
+            "|a|b|c|\n|:-|-:|:-:|\n|1|2|3|",
+            '<td>1</td><td style="text-align: right;">2</td><td style="text-align: center;">3</td>',
+        ),
         ("``` py\t\nx\n``` ", "<span>py</span>"),
     ],
 )
@@ -135,7 +160,7 @@ def test_markdown_is_elements_and_text(page: Page) -> None:
 
     html = drawn(MARKDOWN, "made.innerHTML")
     for part in (
-        "<h3>Title</h3>", "<em>red</em>", "<strong>circle</strong>", "<code>a &lt; b</code>",
+        "<h2>Title</h2>", "<em>red</em>", "<strong>circle</strong>", "<code>a &lt; b</code>",
         "1 &lt; 2 &amp; 3 * 4 * 5, snake_case_name, *plain*.", "<li><p>one</p></li>",
         "<ol start=\"1\"><li><p>nested</p></li></ol>", '<span class="string">"&lt;b&gt;"</span>',
         "<blockquote><p>said <strong>so</strong></p></blockquote>",
@@ -287,6 +312,57 @@ def test_roots_and_brackets_are_drawn_whatever_fonts_the_machine_has(
 @pytest.mark.parametrize("tex", [r"\overline{x}", r"\underline{x}", r"\boxed{x}", r"\cancel{x}"])
 def test_lines_beside_a_term_are_drawn(page: Page, tex: str) -> None:
     assert ink(page, tex).sum() > 1.1 * ink(page, "x").sum()
+
+
+SCROLLING = f"""| method | memory consumption | vanilla baseline | another column |
+|---|---|---|---|
+| 1 | 2 | 3 | 4 |
+
+```py
+{"x = 1; " * 60}
+```
+"""
+
+
+def test_a_phone_breaks_no_words_of_a_table_and_shows_what_scrolls(
+    page: Page, stack: GatewayStack
+) -> None:
+    page.resize(*PHONE, is_phone=True)
+    answers(stack, SCROLLING)
+    ask(page, "What?")
+    finish(page)
+    heights = page.evaluate(
+        f"[...{LAST}.querySelectorAll('th')].map(cell => cell.firstChild).map(text => {{"
+        "const range = document.createRange(); range.selectNode(text);"
+        "return [text.data.split(' ').length, range.getClientRects().length]; })"
+    )
+    assert all(lines <= words for words, lines in heights), heights
+    for box in (".table", ".code pre"):
+        found = page.evaluate(
+            f"""(() => {{
+              const box = {LAST}.querySelector("{box}");
+              return [box.scrollWidth > box.clientWidth, box.tabIndex,
+                getComputedStyle(box).backgroundAttachment];
+            }})()"""
+        )
+        assert found == [True, 0, "local, local, scroll, scroll"]
+    assert page.evaluate("document.documentElement.scrollWidth") == PHONE[0]
+    page.resize(*WIDE)
+
+
+def test_lists_begin_with_a_dot_and_headings_have_sizes(page: Page, stack: GatewayStack) -> None:
+    answers(stack, "# a\n\n## b\n\n### c\n\n- d\n  - e\n    - f\n")
+    ask(page, "What?")
+    finish(page)
+    styles = page.evaluate(
+        f"[...{LAST}.querySelectorAll('.markdown ul')].map(l => getComputedStyle(l).listStyleType)"
+    )
+    assert styles == ["disc", "circle", "square"]
+    sizes = page.evaluate(
+        f"""[...{LAST}.querySelectorAll("h2, h3, h4")].map(
+          made => parseFloat(getComputedStyle(made).fontSize))"""
+    )
+    assert len(sizes) == 3 and sizes[0] > sizes[1] > sizes[2]
 
 
 def test_finished_blocks_are_not_drawn_again(page: Page) -> None:

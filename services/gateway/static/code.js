@@ -42,7 +42,7 @@ export function codeBlock(language, text) {
     at = found.index + found[0].length;
   }
   code.append(text.slice(at));
-  const box = element("pre", "", code);
+  const box = element("pre", "scrolls", code);
   box.tabIndex = 0;   // scrolls with the keyboard
   const head = element("div", "code-head", element("span", "", language), copyButton("Copy code", () => text));
   return element("div", "code", head, box);

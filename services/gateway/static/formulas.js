@@ -13,9 +13,12 @@ function load() {
 }
 
 export function formula(tex, isDisplayed) {
-  const box = element("span", isDisplayed ? "formula displayed" : "formula", tex);
+  const box = element("span", isDisplayed ? "formula displayed scrolls" : "formula", tex);
   const options = {displayMode: isDisplayed, throwOnError: false, trust: false, maxExpand: 200, maxSize: [20, 200]};
-  load().then(temml => temml.render(tex, box, options)).catch(() => {
+  load().then(temml => {
+    temml.render(tex, box, options);
+    if (box.scrollWidth > box.clientWidth && isDisplayed) box.tabIndex = 0;   // scrolls with the keyboard
+  }).catch(() => {
     box.textContent = tex;
     box.classList.add("source");
   });

@@ -3,11 +3,12 @@
 import {element} from "./dom.js";
 import {formula} from "./formulas.js";
 
-const SPECIAL = /[`$\\*_~!\[]/g, TICKS = /`+/y;
+const SPECIAL = /[`$\\*_~!\[<]|(?<!\w)https?:\/\//gi, TICKS = /`+/y;
 const DISPLAYED = /\$\$([^$]+)\$\$/y, ESCAPED = /\\([\\`*_{}\[\]()#+.!|~>$-])/y;
 const DOLLARS = /(?<![\w$`])\$((?![\s$])(?:\\[^]|[^$`\\\n])*?(?<![\s\\]))\$(?![\w$])/y;   // prices are no formulas, nor is code whose end has not come yet
-const BOLD = /\*\*(?=\S)([^*]+(?:\*[^*]+)*?)\*\*/y, ITALIC = /(?<![\w*])([*_])(?=\S)([^*_\n]+)\1(?!\w)/y;
+const BOLD = /\*\*(?=\S)([^*]+(?:\*[^*]+)*?\*?)\*\*(?!\*)/y, BOTH = /\*\*\*(?=\S)([^*]+)\*\*\*(?!\*)/y, ITALIC = /(?<![\w*])([*_])(?=\S)([^*_\n]+)\1(?!\w)/y;
 const STRUCK = /~~([^~\n]+)~~/y, TARGET = /\(([^()\s]*)\)/y;
+const BARE = /https?:\/\/[^\s<>"`|\\^{}]+/yi, BRACED = /<(https?:\/\/[^\s<>]+)>/yi;
 const MAX_FORMULA = 4000;
 
 /* The match of a sticky expression at a place. */
@@ -41,6 +42,24 @@ function ticksFinder(text) {
   };
 }
 
+/* A link to another site, in a tab of its own. */
+function linkTo(url, label) {
+  const link = element("a", "", label);
+  link.href = url;
+  link.target = "_blank";
+  link.rel = "noopener noreferrer nofollow";
+  return link;
+}
+
+/* An address in running text without the punctuation behind it; a closing parenthesis belongs to it if it opened one. */
+function withoutPunctuation(url) {
+  let end = url.length, closing = url.split(")").length - url.split("(").length;
+  while (/[.,:;!?*_~'")\]]/.test(url[end - 1]) && (url[end - 1] !== ")" || closing > 0)) {
+    if (url[--end] === ")") closing--;
+  }
+  return url.slice(0, end);
+}
+
 class Scanner {
   constructor(text) {
     this.text = text;
@@ -58,11 +77,14 @@ class Scanner {
       case "`": return this.code(place);
       case "$": return this.dollars(place);
       case "\\": return this.escape(place);
-      case "*": return this.marked(BOLD, place, match => inline(element("strong"), match[1])) ?? this.italic(place);
+      case "*": return this.marked(BOTH, place, match => element("strong", "", inline(element("em"), match[1])))
+        ?? this.marked(BOLD, place, match => inline(element("strong"), match[1])) ?? this.italic(place);
       case "_": return this.italic(place);
       case "~": return this.marked(STRUCK, place, match => element("s", "", match[1]));
       case "!": return this.text[place + 1] === "[" ? this.link(place, place + 1) : undefined;
       case "[": return this.link(place, place);
+      case "<": return this.marked(BRACED, place, match => linkTo(match[1], match[1]));
+      default: return this.address(place);
     }
   }
 
@@ -106,11 +128,13 @@ class Scanner {
     if (!match) return undefined;
     const [whole, url] = match, after = end + 1 + whole.length;
     if (!/^(https?:|mailto:)/i.test(url)) return [this.text.slice(place, after), after];
-    const link = element("a", "", this.text.slice(bracket + 1, end) || url);   // an image, too: it is not loaded
-    link.href = url;
-    link.target = "_blank";
-    link.rel = "noopener noreferrer nofollow";
-    return [link, after];
+    return [linkTo(url, this.text.slice(bracket + 1, end) || url), after];   // an image, too: it is not loaded
+  }
+
+  /* A web address in running text. */
+  address(place) {
+    const match = matchAt(BARE, this.text, place), url = match && withoutPunctuation(match[0]);
+    return url?.split("/")[2] ? [linkTo(url, url), place + url.length] : undefined;
   }
 }
 

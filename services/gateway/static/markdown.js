@@ -4,22 +4,24 @@ import {element} from "./dom.js";
 import {inline} from "./inline.js";
 
 /* No two neighbours of an expression match the same characters: else a line would take the square of its length. */
-const FENCE = /^ *(`{3,}|~{3,}) *([\w+#.-]*)$/, HEADING = /^ {0,3}#{1,6} +([^]*)$/, RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
+const FENCE = /^ *(`{3,}|~{3,}) *([\w+#.-]*)$/, HEADING = /^ {0,3}(#{1,6}) +([^]*)$/, RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
 const QUOTE = /^ {0,3}> ?/, ITEM = /^( *)(?:[-*+]|(\d{1,9})[.)])(?: +|$)([^]*)$/, DASHES = /^\|?(?: *:?-+:? *\|)+(?: *:?-+:?)?$/;
 const FORMULA = /^ *(\$\$|\\\[)/, FORMULA_END = {"$$": "$$", "\\[": "\\]"};
-const MAX_DEPTH = 8;
+const TASK = /^\[([ xX])\] +/;
+const MAX_DEPTH = 8, MAX_LEVEL = 6;
 
 const cells = line => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map(cell => cell.trim());
 const fenceOf = line => FENCE.exec(line.trimEnd());
 const begins = (lines, i) => fenceOf(lines[i]) || HEADING.test(lines[i]) || RULE.test(lines[i]) || QUOTE.test(lines[i])
   || FORMULA.test(lines[i]) || ITEM.test(lines[i]) || (lines[i].includes("|") && DASHES.test((lines[i + 1] ?? "").trim()));
 
-/* A heading's text, without the number signs that may close it. */
-function headingOf(line) {
-  const text = HEADING.exec(line)[1];
+/* A heading, without the number signs that may close it; the page's own title is the only one of the first level. */
+function heading(line) {
+  const [, signs, text] = HEADING.exec(line);
   let end = text.length;
   while (text[end - 1] === "#") end--;
-  return end < text.length && text[end - 1] === " " ? text.slice(0, end).trimEnd() : text;
+  const isClosed = end < text.length && text[end - 1] === " ";
+  return inline(element("h" + Math.min(signs.length + 1, MAX_LEVEL)), isClosed ? text.slice(0, end).trimEnd() : text);
 }
 
 /* Where the block that begins at line `i` ends. */
@@ -54,20 +56,41 @@ function list(lines, depth) {
     const inner = [ITEM.exec(lines[i])[3]];
     while (++i < lines.length && !(ITEM.test(lines[i]) && ITEM.exec(lines[i])[1].length <= indent.length)) inner.push(lines[i]);
     const margin = inner.slice(1).filter(l => l.trim()).reduce((least, l) => Math.min(least, l.length - l.trimStart().length), Infinity);
-    made.append(markdown(element("li"), inner.map((l, n) => n ? l.slice(margin) : l).join("\n"), depth + 1));
+    const task = TASK.exec(inner[0]);
+    if (task) inner[0] = inner[0].slice(task[0].length);
+    const item = markdown(element("li"), inner.map((l, n) => n ? l.slice(margin) : l).join("\n"), depth + 1);
+    if (task) addBox(item, task[1] !== " ");
+    made.append(item);
   }
   return made;
 }
 
+/* The box of a task, which shows its state and cannot be changed. */
+function addBox(item, isDone) {
+  const box = element("input");
+  Object.assign(box, {type: "checkbox", disabled: true, checked: isDone, ariaLabel: isDone ? "Done" : "To do"});
+  item.className = "task";
+  (item.querySelector(":scope > p:first-child") ?? item).prepend(box);
+}
+
+/* How the dashes of a table's second line align a column; "" is as usual. */
+const alignment = ([first, ...rest]) => rest.at(-1) === ":" ? (first === ":" ? "center" : "right") : "";
+
 function table(lines) {
-  const made = element("table"), width = cells(lines[0]).length;
+  const made = element("table"), width = cells(lines[0]).length, columns = cells(lines[1]).map(alignment);
   lines.forEach((line, number) => {
     if (number === 1) return;
     const row = element("tr");
-    for (const cell of cells(line).slice(0, width)) row.append(inline(element(number ? "td" : "th"), cell));
+    cells(line).slice(0, width).forEach((text, column) => {
+      const cell = inline(element(number ? "td" : "th"), text);
+      if (columns[column]) cell.style.textAlign = columns[column];
+      row.append(cell);
+    });
     made.append(row);
   });
-  return made;
+  const box = element("div", "table scrolls", made);
+  box.tabIndex = 0;   // scrolls with the keyboard
+  return box;
 }
 
 function block(lines, depth) {
@@ -78,7 +101,7 @@ function block(lines, depth) {
     const isClosed = lines.length > 1 && fenceOf(lines.at(-1))?.[1].startsWith(fence);
     return codeBlock(language, lines.slice(1, isClosed ? -1 : undefined).join("\n"));
   }
-  if (HEADING.test(line)) return inline(element("h3"), headingOf(line));
+  if (HEADING.test(line)) return heading(line);
   if (RULE.test(line)) return element("hr");
   if (QUOTE.test(line)) return markdown(element("blockquote"), lines.map(l => l.replace(QUOTE, "")).join("\n"), depth + 1);
   if (ITEM.test(line)) return list(lines, depth);
