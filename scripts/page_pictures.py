@@ -15,6 +15,7 @@ from PIL import Image
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
+from services.common.frame_pairs import Clip  # noqa: E402
 from tests.e2e.browser import Page, open_browser  # noqa: E402
 from tests.gateway_stack import GatewayStack, LoopThread  # noqa: E402
 from triptych.demo import SAMPLES  # noqa: E402
@@ -83,6 +84,10 @@ class Photographer:
         self._shot("dark")
         page.evaluate("document.documentElement.dataset.theme = ''")
         self._click("clear")
+        self._ask("What happens?", "The green ring moves to the left.", SAMPLES / "move.mp4")
+        page.wait_for("document.querySelectorAll('.user .clip canvas').length >= 3")
+        self._shot("clip")
+        self._click("clear")
         strip = folder / "strip.png"
         Image.new("RGB", (3000, 6), "teal").save(strip)  # of a form that no model of ours takes
         self._ask("What is on this strip?", None, strip)
@@ -95,7 +100,7 @@ class Photographer:
             self._stack.decoder.reply = self._stack.tokenizer.encode_text(answer)
         if image is not None:
             page.choose_files("#file", [image])
-            page.wait_for("document.querySelectorAll('#attached img').length === 1")
+            page.wait_for("document.querySelectorAll('#attached > figure').length === 1")
         page.type("#text", question)
         page.press_enter()
         page.wait_for(_IDLE)
@@ -120,6 +125,7 @@ def main() -> None:
         folder = Path(made)
         stack = GatewayStack(thread, folder, served_model_name="example", log_level="ERROR")
         stack.decoder.delay_s = 0.005
+        stack.encoder.any_clip = Clip(30, 10.0, (64, 64))
         try:
             for window in WINDOWS:
                 profile = folder / window

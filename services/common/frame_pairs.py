@@ -139,7 +139,8 @@ class FramePairs(Patches):
             height, width = int(height * scale), int(width * scale)
         if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
             raise InvalidVideo(
-                f"the video's aspect ratio is over {MAX_ASPECT_RATIO}: {size[0]}x{size[1]}"
+                f"the video's frames have {size[1]}x{size[0]} pixels, and one side may be at most "
+                f"{MAX_ASPECT_RATIO} times as long as the other"
             )
         low, high = self._pixels(num_sampled, limits)
         return fitted(

@@ -142,7 +142,8 @@ class Geometry(Patches):
         height, width = size
         if max(size) > MAX_ASPECT_RATIO * min(size):
             raise InvalidImage(
-                f"the image's aspect ratio is over {MAX_ASPECT_RATIO}: {height}x{width}"
+                f"the image has {width}x{height} pixels, and one side may be at most "
+                f"{MAX_ASPECT_RATIO} times as long as the other"
             )
         return fitted(size, self.token_size, self.min_pixels, self.max_pixels)
 

@@ -87,6 +87,7 @@ def test_the_models_list_names_it(stack):
     listed = httpx2.get(f"{stack.url}/v1/models", timeout=PATIENCE_S).json()
     (model,) = listed["data"]
     assert (model["id"], model["input_modalities"]) == ("tiny", ["text"])
+    assert model["can_switch_thinking"] is True
 
 
 def test_decoder_addresses_are_needed(tmp_path):

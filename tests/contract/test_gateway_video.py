@@ -269,7 +269,7 @@ PLACE = "messages[0].content[0]"
         (video("data:video/jpeg;base64,YWJj,"), {}, "invalid_image", PLACE, "empty"),
         (video(data_url(b"nothing")), {}, "invalid_video", PLACE, "not a video"),
         (video(clip(num_frames=1)), {}, "invalid_video", PLACE, "two frames"),
-        (video(clip(width=64 * 300)), {}, "invalid_video", PLACE, "aspect ratio"),
+        (video(clip(width=64 * 300)), {}, "invalid_video", PLACE, "200 times as long"),
         (video(clip(num_frames=4000, rate=1.0)), {}, "invalid_video", PLACE, "lasts 4000 s"),
         (video(["data:image/png;base64,YWJj"] * 2), {}, "invalid_image", PLACE, "image"),
         (video([image_url(), "data:image/png;base64,?"]), {}, "invalid_request",

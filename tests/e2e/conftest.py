@@ -30,6 +30,7 @@ _LINES = (
     ("test_cache_tiers",),
     (
         "test_page_answers",
+        "test_page_accessibility",
         "test_page_clips",
         "test_page_markdown",
         "test_page_tools",

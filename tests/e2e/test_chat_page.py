@@ -85,6 +85,31 @@ def test_a_dropped_image_is_answered_in_a_stream_with_times(page: Page, tmp_path
     assert "image 1 cached" in times
 
 
+def test_a_sample_of_the_demonstration_is_offered_and_answered(page: Page) -> None:
+    offered = page.evaluate(
+        "[...document.querySelectorAll('#examples button')].map(b => b.innerText)"
+    )
+    assert len(offered) == 4
+    page.click("#examples button:nth-child(3)")
+    num_attached(page, 1)
+    page.wait_for("document.getElementById('text').value === 'What word is printed on it?'")
+    page.evaluate("document.getElementById('form').requestSubmit()")
+    answer, _ = finish(page)
+    assert "TOMATO" in answer
+    page.click("#clear")
+    page.click("#examples button:nth-child(4)")
+    page.wait_for("document.querySelectorAll('#attached .clip').length === 1")
+
+
+def test_the_samples_are_those_of_the_demonstration() -> None:
+    shipped = sorted(Path("services/gateway/static").glob("sample-*"))
+    assert [path.name for path in shipped] == [
+        "sample-count.png", "sample-move.mp4", "sample-shapes.png", "sample-word.png"
+    ]  # fmt: skip
+    for path in shipped:
+        assert path.read_bytes() == (SAMPLES / path.name.removeprefix("sample-")).read_bytes()
+
+
 def test_several_images_can_be_attached_and_removed(page: Page) -> None:
     names = ("first.png", "second.png", "word.png")
     assert page.evaluate("document.getElementById('attach').offsetParent !== null")

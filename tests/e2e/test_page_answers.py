@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.e2e.browser import Page
 from tests.e2e.chat_page import (
@@ -44,6 +45,9 @@ def error_of(page: Page) -> str:
     finish(page)
     page.wait_for(f"{ERROR}.innerText")
     return page.evaluate(f"{ERROR}.innerText")
+
+
+BUTTONS = f"[...{ERROR}.querySelectorAll('button')].map(button => button.innerText)"
 
 
 # Errors
@@ -93,6 +97,14 @@ def test_an_image_that_the_server_refuses_is_named(
     assert "remove the image" in text
     assert "messages[" not in text
     assert "small.png" not in text
+    assert [*page.evaluate(BUTTONS)] == ["Edit question"]  # asking again cannot help
+    strip = tmp_path / "strip.png"
+    Image.new("RGB", (3000, 6)).save(strip)
+    page.click("#clear")
+    page.choose_files("#file", [strip])
+    page.wait_for(f"{ATTACHED} === 1")
+    ask(page, "What is this?")
+    assert "3000 \u00d7 6 pixels" in error_of(page)
 
 
 def test_a_stream_that_breaks_keeps_what_came(page: Page, stack: GatewayStack) -> None:
@@ -261,7 +273,7 @@ def test_the_cursor_stands_behind_the_last_word(page: Page, stack: GatewayStack)
     answers(stack, "Some words.\n\n" + "More of them. " * 50)
     stack.decoder.delay_s = 0.05
     ask(page, "What?")
-    page.wait_for(f"{LAST}?.querySelectorAll('p').length > 1")
+    page.wait_for(f"{LAST}?.querySelectorAll('.bubble p').length > 1")
     cursor = f"getComputedStyle({LAST}.querySelector('.bubble.running > p:last-child'), '::after')"
     assert page.evaluate(f"{cursor}.content") == '""'
     assert page.evaluate(f"{cursor}.display") == "inline-block"
@@ -310,17 +322,92 @@ def test_a_key_is_asked_for_and_used(page: Page, stack: GatewayStack) -> None:
     page.wait_for("document.getElementById('settings').open")
     assert page.evaluate("document.activeElement.id") == "set-key"
     assert "needs an API key" in page.evaluate("document.getElementById('settings').innerText")
+    page.call("Input.insertText", text="wrong")
+    page.press_enter()
+    page.wait_for("document.getElementById('key-state').innerText === 'This key was not accepted.'")
+    assert page.evaluate("document.getElementById('set-key').ariaInvalid") == "true"
+    page.evaluate("document.getElementById('set-key').value = ''")
     page.call("Input.insertText", text="right")
-    page.press("Escape")
+    page.click("#key-form button")
     page.wait_for("document.getElementById('model').textContent.startsWith('tiny')")
+    page.wait_for("!document.getElementById('settings').open")
     answers(stack, "Open.")
     ask(page, "Hello?")
     assert finish(page) == "Open."
     page.evaluate("sessionStorage.setItem('key', 'wrong')")
     ask(page, "Still?")
     assert "does not accept your API key" in error_of(page)
+    page.evaluate(f"[...{ERROR}.querySelectorAll('button')][0].click()")
+    assert "not accepted" in page.evaluate("document.getElementById('key-state').innerText")
     page.evaluate("sessionStorage.clear()")
     open_page(page, stack)
+
+
+def stream_by_hand(page: Page) -> None:
+    """From now on the answer has the events that `send(page, …)` writes."""
+    page.evaluate(
+        """(() => {
+          const encoder = new TextEncoder();
+          window.fetch = async (path, {signal}) => new Response(new ReadableStream({start(out) {
+            window.put = text => out.enqueue(encoder.encode(`data: ${text}\\n\\n`));
+            signal.onabort = () => out.error(new DOMException("stopped", "AbortError"));
+          }}));
+        })()"""
+    )
+
+
+def send(page: Page, **delta: str) -> None:
+    page.wait_for("!!window.put")
+    page.evaluate(f"put({json.dumps(json.dumps({'choices': [{'delta': delta}]}))})")
+
+
+def test_a_model_that_thinks_is_seen_to_think(page: Page) -> None:
+    summary = f"{LAST}.querySelector('.reasoning summary').innerText"
+    thought, bubble = (f"{LAST}.querySelector('.{name}')" for name in ("thought", "bubble"))
+    page.evaluate("window.now = 1e12; Date.now = () => window.now")
+    stream_by_hand(page)
+    ask(page, "What?")
+    page.wait_for(f"{LAST} && !{bubble}.hidden")  # with the cursor, until something comes
+    send(page, reasoning_content="First, look.\nThere is a red")
+    page.wait_for(f"{thought}.innerText === 'There is a red'")
+    assert page.evaluate(summary) == "Thinking… 0 s"
+    assert page.evaluate(f"{bubble}.hidden")
+    page.evaluate("window.now += 12_340")
+    page.wait_for(f"{summary} === 'Thinking… 12 s'")  # though nothing comes
+    send(page, reasoning_content=" circle.\n")
+    page.wait_for(f"{thought}.innerText === 'There is a red circle.'")
+    page.click(".turn:last-child .reasoning summary")
+    page.wait_for(f"{thought}.hidden")  # the whole reasoning is open above
+    send(page, content="Red.")
+    page.wait_for(f"{ANSWER} === 'Red.'")
+    assert page.evaluate(summary) == "Thought for 12.34 s"
+    assert not page.evaluate(f"{bubble}.hidden")
+    page.press("Escape")
+    finish(page)
+
+
+def test_the_stages_are_drawn_when_they_happened(page: Page) -> None:
+    times = {"fetch": 100, "encode": 780, "transfer": 790, "queue": 800, "prefill": 100,
+             "first_token": 1000, "total": 2500}  # fmt: skip
+    chunks = [
+        {"choices": [{"delta": {"content": "Hi"}}]},
+        {"choices": [], "usage": {}, "stage_times_ms": times},
+    ]
+    events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.evaluate(f"window.fetch = async () => new Response({events!r}), 0")
+    ask(page, "What?")
+    finish(page)
+    bars = page.evaluate(
+        f"""[...{LAST}.querySelectorAll(".track")].map(track => {{
+          const all = track.getBoundingClientRect(), bar = track.firstChild.getBoundingClientRect();
+          return [track.firstChild.className, ...[bar.left, bar.right].map(
+            at => Math.round(100 * (at - all.left) / all.width))];
+        }})"""
+    )
+    assert bars == [
+        ["bar fetch", 0, 10], ["bar encode", 10, 88], ["bar transfer", 10, 89],
+        ["bar queue", 10, 90], ["bar prefill", 90, 100],
+    ]  # fmt: skip
 
 
 def test_reasoning_is_folded_and_a_cut_answer_says_so(page: Page) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from services.common.frame_pairs import Clip
 from tests.e2e.browser import Page
-from tests.e2e.chat_page import LAST, answers, ask, finish, open_page, prompt
+from tests.e2e.chat_page import LAST, PHONE, WIDE, answers, ask, finish, open_page, prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -63,10 +63,44 @@ def test_a_clip_is_shown_as_it_is_sampled_and_asked_about(page, stack, clip, way
     assert colours(page, ".user") == [0, 1, 2]
     times = page.evaluate(f"{LAST}.querySelector('.times').textContent")
     assert "video 6 frames, 18 tokens" in times
+    assert "3 of 3 pieces new" in times
+    assert "unit" not in times
     page.evaluate("document.querySelector('#open-history').focus()")
     open_page(page, stack)  # again: the conversation of the tab comes back, with its clip
     page.wait_for("document.querySelectorAll('.user .clip canvas').length === 3")
     assert page.evaluate(COST.format(".user")) == "6 frames, 2.0 a second · 18 tokens"
+
+
+def test_a_clip_can_be_played(page, stack, clip):
+    stack.encoder.any_clip = Clip(30, 10.0, (64, 96))
+    page.choose_files("#file", [clip])
+    page.wait_for("document.querySelectorAll('#attached .clip canvas').length === 3")
+    page.click("#attached .play")
+    page.wait_for("document.getElementById('viewer').open")
+    page.wait_for("document.getElementById('film').currentTime > 0.2")
+    assert page.evaluate("document.getElementById('large').hidden")
+    page.click("#film")
+    assert page.evaluate("document.getElementById('viewer').open")  # its controls are there
+    page.press("Escape")
+    page.wait_for("!document.getElementById('film').src && document.getElementById('film').paused")
+
+
+def test_a_strip_shows_that_it_scrolls(page, stack, clip):
+    stack.encoder.any_clip = Clip(30, 1.0, (64, 96))
+    page.resize(*PHONE, is_phone=True)
+    page.choose_files("#file", [clip])
+    page.wait_for("document.querySelectorAll('#attached .clip canvas').length === 8")
+    frames = "document.querySelector('#attached .frames')"
+    hidden = f"['left', 'right'].filter(side => {frames}.classList.contains('more-' + side)).join()"
+    page.wait_for(f"{hidden} === 'right'")
+    faded = f"getComputedStyle({frames}).maskImage"
+    assert "calc(100% - 3rem)" in page.evaluate(faded) or "48px" in page.evaluate(faded)
+    assert page.evaluate(f"{frames}.tabIndex") == 0
+    page.evaluate(f"{frames}.scrollLeft = 20")
+    page.wait_for(f"{hidden} === 'left,right'")
+    page.evaluate(f"{frames}.scrollLeft = 9999")
+    page.wait_for(f"{hidden} === 'left'")
+    page.resize(*WIDE)
 
 
 def test_a_clip_that_the_browser_cannot_play_is_asked_about(page, stack, tmp_path):
@@ -76,6 +110,7 @@ def test_a_clip_that_the_browser_cannot_play_is_asked_about(page, stack, tmp_pat
     page.choose_files("#file", [other])
     page.wait_for("document.querySelector('#attached .clip .frames')?.textContent === 'other.webm'")
     assert page.evaluate(COST.format("#attached")).startswith("8 frames")
+    assert page.evaluate("document.querySelector('#attached .play').hidden")
 
 
 def test_a_file_that_is_no_video_is_refused_with_the_reason(page, stack, tmp_path):

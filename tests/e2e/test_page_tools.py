@@ -3,6 +3,7 @@
 import base64
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from tests.e2e.browser import Page
@@ -74,7 +75,7 @@ def test_kept_conversations_are_opened_and_deleted(page: Page, stack: GatewaySta
     page.wait_for("document.querySelectorAll('.turn').length === 2")
     assert questions(page) == ["First?"]
     assert kept(page) == ["Third?", "Second?", "First?"]
-    page.click("#kept li:nth-child(3) .quiet")
+    page.click("#kept li:nth-child(3) .delete")
     page.wait_for("document.querySelectorAll('#kept li').length === 2")
     assert questions(page) == []
     page.click("#delete-all")
@@ -85,6 +86,49 @@ def test_kept_conversations_are_opened_and_deleted(page: Page, stack: GatewaySta
     reload(page, stack)
     assert kept(page) == []
     assert "will be listed here" in page.evaluate("document.getElementById('history').innerText")
+
+
+def test_conversations_are_found_renamed_and_saved(page: Page, stack: GatewayStack) -> None:
+    for question, answer in (("Cats?", "They purr."), ("Dogs?", "They **bark**."), ("Owls?", "")):
+        answers(stack, answer)
+        ask(page, question)
+        finish(page)
+        page.evaluate("document.getElementById('clear').click()")
+    assert kept(page) == ["Owls?", "Dogs?", "Cats?"]
+    page.type("#search", "they BARK")  # no word of a title
+    page.wait_for(f"{KEPT}.length === 1")
+    assert page.evaluate(KEPT) == ["Dogs?"]
+
+    page.evaluate(
+        """(() => {
+          window.saved = [];
+          URL.createObjectURL = blob => { window.blob = blob; return "#saved"; };
+          HTMLAnchorElement.prototype.click = function () { window.saved.push(this.download); };
+        })()"""
+    )
+    page.click("#kept .save")
+    assert page.evaluate("window.saved") == ["Dogs.md"]
+    assert page.evaluate("window.blob.text()") == "# Dogs?\n\n## Dogs?\n\nThey **bark**.\n"
+
+    page.click("#kept .rename")
+    assert page.evaluate("document.activeElement.value") == "Dogs?"
+    page.call("Input.insertText", text="Of wolves")
+    page.press("Escape")
+    assert page.evaluate("document.getElementById('history').open")
+    assert page.evaluate(KEPT) == ["Dogs?"]
+    page.click("#kept .rename")
+    page.call("Input.insertText", text="Of wolves")
+    page.press_enter()
+    page.wait_for(f"{KEPT}[0] === 'Of wolves'")
+    page.click("#kept .row")
+    page.wait_for("document.querySelectorAll('.turn').length === 2")
+    ask(page, "And foxes?")  # which writes the conversation again
+    finish(page)
+    reload(page, stack)
+    assert kept(page) == ["Of wolves", "Owls?", "Cats?"]
+    page.type("#search", "no such")
+    page.wait_for(f"{KEPT}.length === 0")
+    assert "No conversation has" in page.evaluate("document.getElementById('history').innerText")
 
 
 def test_what_is_deleted_while_it_is_answered_stays_deleted(
@@ -225,6 +269,24 @@ def test_settings_are_sent_and_kept(page: Page, stack: GatewayStack) -> None:
     finish(page)
     assert stack.decoder.submits[-1].sampling.temperature == 1
     assert "Be brief." not in prompt(stack)
+
+
+def test_thinking_is_switched_where_the_model_has_a_switch(page: Page, stack: GatewayStack) -> None:
+    asked = stack.url + "/v1/models"
+    assert httpx2.get(asked).json()["data"][0]["can_switch_thinking"] is False
+    page.evaluate("localStorage.setItem('settings', JSON.stringify({thinking: 'off'}))")
+    reload(page, stack)
+    page.click("#open-settings")
+    assert page.evaluate("document.getElementById('thinking').hidden")
+    page.press("Escape")
+    page.evaluate("import('/static/settings.js').then(settings => settings.showThinking(true))")
+    page.click("#open-settings")
+    assert not page.evaluate("document.getElementById('thinking').hidden")
+    page.press("Escape")
+    fields = "import('/static/settings.js').then(settings => settings.requestFields())"
+    assert page.evaluate(fields) == {"enable_thinking": False}
+    page.evaluate("import('/static/settings.js').then(settings => settings.showThinking(false))")
+    assert page.evaluate(fields) == {}
 
 
 def test_refused_files_are_named(page: Page, stack: GatewayStack, tmp_path: Path) -> None:

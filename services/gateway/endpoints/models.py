@@ -30,12 +30,15 @@ _TIMEOUT_S = 2.0
 
 
 class ModelCard(Struct):
-    """The served model, with the fields that OpenAI's, vLLM's and Anthropic's clients read."""
+    """The served model, with the fields that OpenAI's, vLLM's and Anthropic's clients read.
+    `can_switch_thinking` is true if `enable_thinking` of a request switches the reasoning.
+    """
 
     id: str
     created: int
     max_model_len: int | None
     input_modalities: list[str]
+    can_switch_thinking: bool
     root: str
     display_name: str
     created_at: datetime
@@ -101,6 +104,7 @@ class ModelRoutes:
             self._created,
             service.max_model_len(),
             service.input_modalities,
+            service.drafts.conversations.can_switch_thinking,
             root=service.model_name,
             display_name=name,
             created_at=datetime.fromtimestamp(self._created, UTC),

@@ -25,6 +25,8 @@ _MEDIA_TYPES = {
     ".css": "text/css",
     ".html": "text/html",
     ".js": "text/javascript",
+    ".mp4": "video/mp4",
+    ".png": "image/png",
     ".woff2": "font/woff2",
 }
 

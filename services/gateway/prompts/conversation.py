@@ -115,6 +115,11 @@ class ConversationReader:
             ignored=ignored,
         )
 
+    @property
+    def can_switch_thinking(self) -> bool:
+        """True if the chat template has a variable that switches thinking on and off."""
+        return "enable_thinking" in self._template.variables
+
     def _options(self, request: ChatRequest) -> dict[str, object]:
         """Returns the variables for the template: the server's defaults, replaced by the entries of
         `chat_template_kwargs`, and by the template's variable for thinking if another field of the

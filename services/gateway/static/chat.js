@@ -3,13 +3,13 @@ import {seenOf, videoPart} from "./clips.js";
 import {$, button, element, icon, say} from "./dom.js";
 import {explain, LostAnswer, ServerError} from "./errors.js";
 import * as history from "./history.js";
+import {HistoryPanel} from "./history_panel.js";
 import {notice, readImages, startViewer, thumbnails} from "./images.js";
-import {apiKey, openSettings, requestFields, startSettings, systemPrompt} from "./settings.js";
+import {apiKey, openSettings, requestFields, showThinking, startSettings, systemPrompt} from "./settings.js";
 import {showTurns, TurnView} from "./turns.js";
+import {firstQuestions} from "./welcome.js";
 
-const IMAGE_EXAMPLES = ["What is in the image?", "How many objects are there?", "What is left of what?", "What does the text say?"];
-const TEXT_EXAMPLES = ["Who are you?"];
-const RETRY_MS = 3000;
+const RETRY_MS = 3000, TICK_MS = 1000;
 
 let model = "", needsKey = false, takesImages = false, takesVideos = false, running = null, attached = [];
 let conversation = newConversation(), views = [];
@@ -29,21 +29,26 @@ async function call(path, options = {}) {
   return response;
 }
 
+/* Reads the served model; returns whether the server has answered. */
 async function connect() {
   try {
     const found = (await (await call("v1/models")).json()).data[0];
     model = found.id;
     takesImages = found.input_modalities.includes("image");
     takesVideos = found.input_modalities.includes("video");
-    const room = found.max_model_len ? " · " + found.max_model_len.toLocaleString("en") + " tokens" : "";
+    const room = found.max_model_len ? ` · context ${found.max_model_len.toLocaleString("en")} tokens` : "";
     $("model").replaceChildren(model, element("span", "room", room));
     $("model").title = model + room;
+    needsKey = false;
+    showThinking(found.can_switch_thinking);
     showModalities();
+    return true;
   } catch (error) {
     needsKey = error instanceof ServerError && error.status === 401;
     $("model").textContent = needsKey ? "needs an API key" : explain(error, () => {}).what;
-    if (needsKey) openSettings(true);   // closing it with a key connects again
+    if (needsKey) openSettings(true);   // a key that is given there connects again
     else setTimeout(connect, RETRY_MS);
+    return false;
   }
 }
 
@@ -51,11 +56,10 @@ function showModalities() {
   document.body.classList.toggle("takes-images", takesImages);
   $("file").accept = takesVideos ? "image/*,video/*" : "image/*";
   $("title").textContent = takesImages ? "Ask about images" : "Ask a question";
-  $("welcome-text").textContent = (takesImages ? `Drop, paste or attach images${takesVideos ? " or a clip" : ""}, then ask. ` : "")
-    + "The answer streams in, with the time each stage took.";
+  $("welcome-text").textContent = takesImages ? `Drop, paste or attach images${takesVideos ? " or a clip" : ""}, then ask.` : "";
   $("hint").textContent = "Enter sends · Shift+Enter: new line · Esc stops" + (takesImages ? " · paste or drop images anywhere" : "");
-  $("examples").replaceChildren(...[...(takesImages ? IMAGE_EXAMPLES : []), ...TEXT_EXAMPLES]
-    .map(text => button("", text, () => write(text))));
+  $("examples").replaceChildren(...firstQuestions(
+    {model, takesImages, takesVideos}, {write, choose: () => $("file").click(), attach: file => attach([file])}));
 }
 
 /* The question box */
@@ -175,6 +179,8 @@ async function read(response, turn, onChange) {
     if (chunk.error) throw new ServerError(500, chunk.error, {requestId: response.headers.get("x-request-id")});
     turn.reasoning += choice?.delta?.reasoning_content ?? "";
     turn.answer += choice?.delta?.content ?? "";
+    if (turn.reasoning) turn.thinkingSince ||= Date.now();
+    if (turn.reasoning && turn.answer) turn.thoughtMs ||= Date.now() - turn.thinkingSince;
     if (choice?.finish_reason === "length") turn.cut = true;
     if (chunk.stage_times_ms) Object.assign(turn, {times: chunk.stage_times_ms, usage: chunk.usage, sources: chunk.images});
     onChange();
@@ -187,7 +193,7 @@ function focusText() {
   if (!matchMedia("(pointer: coarse)").matches) $("text").focus({preventScroll: true});
 }
 
-const EMPTY = {answer: "", reasoning: "", cut: false, stopped: false, isDone: false, error: null, times: null, usage: null, sources: []};
+const EMPTY = {answer: "", reasoning: "", thinkingSince: 0, thoughtMs: 0, cut: false, stopped: false, isDone: false, error: null, times: null, usage: null, sources: []};
 
 /* Asks for the answer of the last turn, again if it has one: that comes back if nothing else does. */
 async function answer(turn) {
@@ -198,7 +204,7 @@ async function answer(turn) {
   const onChange = () => {   // once a frame, however fast tokens come
     drawing ||= requestAnimationFrame(() => { drawing = 0; view.draw(true); });
   };
-  const own = running = new AbortController();
+  const own = running = new AbortController(), ticking = setInterval(onChange, TICK_MS);   // for the time of thinking
   Object.assign(turn, EMPTY);
   showRunning();
   view.draw(true);
@@ -217,6 +223,7 @@ async function answer(turn) {
     if (!turn.answer && before.answer) Object.assign(turn, before, {error: found});
     else Object.assign(turn, {stopped: isStop, error: found});
   } finally {
+    clearInterval(ticking);
     cancelAnimationFrame(drawing);
     running = null;
     showRunning();
@@ -294,46 +301,17 @@ async function keep(of) {
   }
 }
 
-function titleOf({turns}) {
-  return turns[0]?.text || turns[0]?.images[0]?.name || "Empty";
-}
-
-async function showHistory() {
-  const all = await history.kept().catch(() => []);
-  $("delete-all").hidden = !all.length;
-  $("no-history").hidden = all.length > 0;
-  $("kept").replaceChildren(...all.map(record => {
-    const day = element("span", "day", new Date(record.changed).toLocaleString([], {dateStyle: "medium", timeStyle: "short"}));
-    const open = button("row", titleOf(record), async () => {
-      $("history").close();
-      if (record.id !== conversation.id) change(await history.load(record.id) ?? newConversation());
-    }, element("span", "name", titleOf(record)));
-    open.append(day);
-    if (record.id === conversation.id) open.setAttribute("aria-current", "true");
-    const remove = button("quiet", "Delete “" + titleOf(record) + "”", async () => {
-      if (record.id === conversation.id) forgetCurrent();
-      await history.forget(record.id);
-      await showHistory();
-    }, icon("delete"));
-    return element("li", "", open, remove);
-  }));
-}
-
 function forgetCurrent() {
   conversation.isForgotten = true;   // what still runs is not kept
   change(newConversation());
 }
 
-/* The first click asks, the second deletes. */
-async function deleteAll() {
-  const asking = $("delete-all");
-  if (!asking.classList.toggle("sure")) {
-    forgetCurrent();
-    await history.forgetAll();
-    await showHistory();
-  }
-  asking.textContent = asking.classList.contains("sure") ? "Really delete all?" : "Delete all";
-}
+new HistoryPanel({
+  conversation: () => conversation,
+  open: async id => { if (id !== conversation.id) change(await history.load(id) ?? newConversation()); },
+  rename: (id, title) => { if (id === conversation.id) conversation.title = title; },
+  forget: id => { if (!id || id === conversation.id) forgetCurrent(); },
+});
 
 /* Scrolling: who reads the end keeps seeing it, whatever grows. */
 const box = $("scroll");
@@ -367,9 +345,6 @@ for (const [opener, input] of [["attach", "file"], ["camera", "photo"]]) {
 }
 $("clear").onclick = () => change(newConversation());
 $("cancel-edit").onclick = endEdit;
-$("open-history").onclick = async () => { await showHistory(); $("history").showModal(); };
-$("history").onclose = () => { $("delete-all").classList.remove("sure"); $("delete-all").textContent = "Delete all"; };
-$("delete-all").onclick = deleteAll;
 for (const dialog of document.querySelectorAll("dialog.panel")) {
   dialog.querySelector(".close").onclick = () => dialog.close();
   dialog.addEventListener("click", event => { if (event.target === dialog) dialog.close(); });   // beside it

@@ -1,6 +1,6 @@
 /* Clips: what the model will see of one, and what that costs, is asked of the server when it is added. The frames are
    drawn by the browser, at the times that the server says, if it can play the file. */
-import {element} from "./dom.js";
+import {button, element, icon, markScroll} from "./dom.js";
 
 const MAX_DRAWN = 8, DRAW_TIMEOUT_MS = 10000, LATE_MS = 3000;
 
@@ -13,12 +13,17 @@ export async function seenOf(url, model, call) {
   return (await answer.json()).videos[0];
 }
 
-/* A clip's frames and its cost. */
-export function strip({name, url, seen}) {
-  const frames = element("div", "frames"), made = element("div", "clip", frames, element("span", "cost", cost(seen)));
-  made.setAttribute("role", "img");
+/* A clip's frames, its cost, and a button that plays it by `onPlay`. */
+export function strip({name, url, seen}, onPlay) {
+  const frames = element("div", "frames"), play = button("play", "Play " + name, onPlay, icon("play"));
+  const made = element("div", "clip", frames, element("div", "cost", play, element("span", "", cost(seen))));
+  made.setAttribute("role", "group");
   made.setAttribute("aria-label", `${name}: ${cost(seen)}`);
-  draw(url, spread(seen?.times ?? []), frames).catch(() => frames.replaceChildren(element("span", "", name)));
+  markScroll(frames);
+  draw(url, spread(seen?.times ?? []), frames).catch(() => {
+    frames.replaceChildren(element("span", "", name));
+    play.hidden = true;   // nor would the browser play it
+  });
   return made;
 }
 

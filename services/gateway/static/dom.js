@@ -26,6 +26,20 @@ export function button(className, label, onclick, shown = label) {
   return made;
 }
 
+/* Keeps the classes `more-left` and `more-right` on a box that scrolls sideways: more is hidden at that side. */
+export function markScroll(box) {
+  const mark = () => {
+    const rest = box.scrollWidth - box.clientWidth - box.scrollLeft;
+    box.classList.toggle("more-left", box.scrollLeft > 1);
+    box.classList.toggle("more-right", rest > 1);
+    if (box.scrollWidth > box.clientWidth + 1) box.tabIndex = 0;   // scrolls with the keyboard
+    else box.removeAttribute("tabindex");
+  };
+  box.addEventListener("scroll", mark, {passive: true});
+  new ResizeObserver(mark).observe(box);
+  new MutationObserver(mark).observe(box, {childList: true});
+}
+
 /* A button that copies `text()` and says so. */
 export function copyButton(label, text) {
   const made = button("quiet copy", label, async () => {

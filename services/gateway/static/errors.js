@@ -34,7 +34,8 @@ export class ServerError extends Error {
 /* The stream ended without its end. */
 export class LostAnswer extends Error {}
 
-/* The error as {what, next, details}; `imageAt(message, part)` names an image of the request. */
+/* The error as {what, next, details, isFinal}; `imageAt(message, part)` names an image of the request. The same request
+   fails again if the error is final. */
 export function explain(error, imageAt) {
   if (error instanceof LostAnswer) return words(LOST);
   if (!(error instanceof ServerError)) return words(UNREACHABLE, error.message);
@@ -43,8 +44,8 @@ export function explain(error, imageAt) {
   const place = /^messages\[(\d+)\]\.content\[(\d+)\]/.exec(param ?? "");
   const image = place && imageAt(Number(place[1]), Number(place[2]));
   if (image) {
-    const why = error.message.replace(param + ": ", "");
-    return {what: `“${image}” was refused: ${why}.`, next: "Edit the question and remove the image, or use another one.", details};
+    const why = error.message.replace(param + ": ", "").replace(/(\d)x(\d)/g, "$1 × $2");
+    return {what: `“${image}” was refused: ${why}.`, next: "Edit the question and remove the image, or use another one.", details, isFinal: status < 500};
   }
   return words(BY_CODE[code] ?? BY_STATUS[status] ?? (status < 500 ? REFUSED : FAILED), details, error.wait);
 }

@@ -40,7 +40,7 @@ async function change(work) {
 
 /* Keeps a conversation {id, turns}; false: without its images, for which this browser has no room. */
 export async function keep(conversation) {
-  const record = {id: conversation.id, changed: Date.now(), turns: conversation.turns.map(turn => ({
+  const record = {id: conversation.id, title: conversation.title, changed: Date.now(), turns: conversation.turns.map(turn => ({
     ...turn, images: turn.images.map(({url, isKept, ...kept}) => ({...kept, size: url?.length ?? 0})),
   }))};
   const added = conversation.turns.flatMap(turn => turn.images).filter(image => image.url && !image.isKept);
@@ -98,6 +98,12 @@ export async function load(id) {
   }
   return record;
 }
+
+/* Gives a conversation another title. */
+export const rename = (id, title) => change(async conversations => {
+  const record = await result(conversations.get(id));
+  if (record) conversations.put({...record, title});
+});
 
 export const forget = id => change(async (conversations, images) => {
   conversations.delete(id);

@@ -53,7 +53,7 @@ export async function readImages(files, {takesImages, takesVideos}) {
 export function thumbnails(images) {
   return images.map(image => {
     if (!image.url) return element("span", "dropped", `${image.name}: not kept by this browser; the model does not see it any more`);
-    if (image.isClip) return strip(image);
+    if (image.isClip) return strip(image, () => play(image));
     const small = element("img");
     small.src = image.url;
     small.alt = image.name;
@@ -61,14 +61,33 @@ export function thumbnails(images) {
   });
 }
 
-function enlarge({url, name}) {
-  $("large").src = url;
-  $("large").alt = name;
+function view(isClip) {
+  $("large").hidden = isClip;
+  $("film").hidden = !isClip;
+  $("no-film").hidden = true;
   $("viewer").showModal();
 }
 
+function enlarge({url, name}) {
+  $("large").src = url;
+  $("large").alt = name;
+  view(false);
+}
+
+function play({url, name}) {
+  $("film").src = url;
+  $("film").setAttribute("aria-label", name);
+  view(true);
+  $("film").play().catch(() => {});   // a browser that plays nothing by itself shows its button
+}
+
 export function startViewer() {
-  $("viewer").onclick = () => $("viewer").close();
+  $("viewer").onclick = event => { if (event.target !== $("film")) $("viewer").close(); };
+  $("film").onerror = () => { $("film").hidden = true; $("no-film").hidden = !$("viewer").open; };
+  $("viewer").onclose = () => {
+    $("film").pause();
+    $("film").removeAttribute("src");
+  };
 }
 
 /* Shows sentences above the question until they are closed; none: hides them. */
