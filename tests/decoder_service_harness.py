@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.embeddings.arena import Arena
 from services.common.pb import decoder_pb2 as pb
+from services.common.process import children
 from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.common.transport.rpc import create_channel, create_server
 from services.decoder.engine.messages import ImageSpan
@@ -53,6 +56,37 @@ class NoMasks(MaskProcesses):
         pass
 
 
+class Launcher(children.Launcher):
+    """Starts processes of masks, unless the machine has no descriptors left.
+
+    Attributes:
+        num_refusals: number of starts that fail from now on.
+        refused: modules that were not started.
+    """
+
+    def __init__(self) -> None:
+        self.num_refusals = 0
+        self.refused: list[str] = []
+
+    async def start(
+        self, module: str, settings: bytes, *descriptors: int
+    ) -> asyncio.subprocess.Process:
+        if self.num_refusals > 0:
+            self.num_refusals -= 1
+            self.refused.append(module)
+            raise OSError(errno.EMFILE, "no descriptors left")
+        return await super().start(module, settings, *descriptors)
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Refuses all starts for the duration of a `with`."""
+        self.num_refusals = 1 << 30
+        try:
+            yield
+        finally:
+            self.num_refusals = 0
+
+
 class Decoder:
     """The system under test and everything around it."""
 
@@ -76,6 +110,7 @@ class Decoder:
         self.source = EmbeddingSource(
             self.arena, EncoderFetcher(), None, metrics, standstill_s=timeout_s
         )
+        self.launcher = Launcher()
         masks = NoMasks()
         if model_directory is not None:
             vocab_size = self.engine.ready.vocab_size
@@ -88,7 +123,13 @@ class Decoder:
                 grammar_bytes=grammar_bytes,
             )
             masks = MaskProcesses(
-                settings, self.engine.link, self.engine, metrics, count=num_processes
+                settings,
+                self.engine.link,
+                self.engine,
+                metrics,
+                count=num_processes,
+                launcher=self.launcher,
+                max_wait_s=PATIENCE_S,  # the compile process starts with the first grammar
             )
         capacity = TenantCapacity(max_sequences(self.engine.ready))
         self.front = DecoderFront(

@@ -19,7 +19,6 @@ from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import FakeRunner, add_message, expected_tokens
 
 _IMAGE_TOKENS = 6
-_LAST_ARRIVAL, _LAST_EVENT = 25, 15  # steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +78,21 @@ class Arrival:
         return message
 
 
-def programs(shared: int, own: int) -> st.SearchStrategy[list[Arrival]]:
-    """Programs of 1 to 14 sequences whose prompts have up to `shared` and `own` tokens."""
-    steps = st.integers(0, _LAST_EVENT)
+def programs(seeds: int, shared: int, own: int, last: int) -> st.SearchStrategy[list[Arrival]]:
+    """Programs of 1 to 14 sequences.
+
+    What keeps sequences from sharing their beginnings, resets of the prefix cache and logprobs of
+    prompts, is rarer than the rest.
+
+    Args:
+        seeds: number of different beginnings of prompts.
+        shared, own: most tokens of each part of a prompt.
+        last: time of the last arrival.
+    """
+    steps = st.integers(0, 15)
     arrival = st.builds(
         Arrival,
-        seed=st.integers(0, 2),
+        seed=st.integers(0, seeds - 1),
         shared=st.integers(0, shared),
         own=st.integers(0, own),
         image=st.none() | st.tuples(st.sampled_from(KEYS), st.integers(0, shared)),
@@ -92,15 +100,20 @@ def programs(shared: int, own: int) -> st.SearchStrategy[list[Arrival]]:
         max_tokens=st.integers(1, 24),
         stops=st.booleans(),
         continued=st.integers(0, 6),
-        at=st.integers(0, _LAST_ARRIVAL),
-        reset_after=st.none() | steps,
+        at=st.integers(0, last),
+        reset_after=_rarely(steps),
         abort_after=st.none() | steps,
         token_masks=st.booleans(),
         tenant=st.sampled_from(["", "a", "b"]),
         priority=st.integers(-2, 2),
-        prompt_logprobs=st.none() | st.integers(0, 3),
+        prompt_logprobs=_rarely(st.integers(0, 3)),
     )
     return st.lists(arrival, min_size=1, max_size=14)
+
+
+def _rarely(values: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
+    """None in three cases of four."""
+    return st.integers(0, 3).flatmap(lambda case: values if case == 3 else st.none())
 
 
 def engines(least_blocks: int, most_blocks: int) -> st.SearchStrategy[dict[str, int]]:

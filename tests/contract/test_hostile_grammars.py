@@ -1,7 +1,6 @@
 """Grammars that end what compiles them: their request fails, and nothing else notices."""
 
 import asyncio
-import errno
 import json
 import os
 import signal
@@ -16,7 +15,6 @@ from tokenizers import Tokenizer
 from benchmarks.grammar_hostile import dies
 from services.common.errors import from_code
 from services.common.pb import decoder_pb2 as pb
-from services.common.process import children
 from services.common.process.engine_watch import is_stopped
 from services.common.process.work_limits import SLACK_BYTES, resident_bytes
 from services.decoder.masks.compile_worker import MEMORY_BYTES
@@ -247,20 +245,12 @@ async def test_a_grammar_whose_process_is_killed_is_tried_once_more(decoder, num
 
 
 @pytest.mark.parametrize("of", ["compilers", "masks"])
-async def test_a_process_that_cannot_be_started_is_started_later(decoder, monkeypatch, of):
+async def test_a_process_that_cannot_be_started_is_started_later(decoder, of):
     """As while the machine has no memory or file descriptors left."""
-    start, refused = children.start, []
-
-    async def start_but_once(module, settings, *descriptors):
-        if not refused:
-            refused.append(module)
-            raise OSError(errno.EMFILE, "no descriptors left")
-        return await start(module, settings, *descriptors)
-
     (process,) = decoder.masks.processes
     async with Gateway(decoder) as gateway:
         await answer(gateway, 1, grammar("REGEX", "a{3}"))
-        monkeypatch.setattr(children, "start", start_but_once)
+        decoder.launcher.num_refusals = 1
         compilers = decoder.masks.compilers.process
         killed = compilers.process if of == "compilers" else process.process
         killed.kill()
@@ -268,7 +258,7 @@ async def test_a_process_that_cannot_be_started_is_started_later(decoder, monkey
         await answer(gateway, 2, grammar("REGEX", "a{4}"))  # may be lost with its process
         _, end = await answer(gateway, 3, grammar("REGEX", "a{5}"))
         assert end.reason == pb.Finished.REASON_STOP
-    assert refused
+    assert len(decoder.launcher.refused) == 1
 
 
 def stop_lanes(pid: int) -> None:
@@ -298,21 +288,14 @@ async def stop_in_work(process, sequence: int) -> None:
     process.marks.set(SLOW, 0)
 
 
-async def refused(*_, **__):
-    raise OSError(errno.EMFILE, "no descriptors left")
-
-
-async def test_a_grammar_whose_process_is_killed_where_no_other_can_be_started(
-    decoder, monkeypatch
-):
+async def test_a_grammar_whose_process_is_killed_where_no_other_can_be_started(decoder):
     compilers = decoder.masks.compilers
     async with Gateway(decoder) as gateway:
         await answer(gateway, 1, grammar("REGEX", "a{3}"))
         stop_lanes(compilers.process.process.pid)
         await ask(gateway, 2, grammar("REGEX", "a{5}"))
         await until(lambda: compilers.num_in_work == 1)
-        with monkeypatch.context() as patched:
-            patched.setattr(children, "start", refused)
+        with decoder.launcher.refusing():
             compilers.process.process.kill()
             _, end = await told(gateway, 2)
         assert end.code == "process_lost" and from_code(end.code, "").retryable
@@ -320,14 +303,13 @@ async def test_a_grammar_whose_process_is_killed_where_no_other_can_be_started(
         assert isinstance(end, pb.Finished), end
 
 
-async def test_where_no_mask_process_can_be_started_another_decoder_is_tried(decoder, monkeypatch):
-    monkeypatch.setattr(children, "RETRY_S", 0.01)
+async def test_where_no_mask_process_can_be_started_another_decoder_is_tried(decoder):
+    decoder.launcher.retry_s = 0.01
     (process,) = decoder.masks.processes
     async with Gateway(decoder) as gateway:
         await ask(gateway, 1, grammar("JSON_SCHEMA", {"type": "string", "minLength": 300}))
         await generated(decoder, 1, 2)
-        with monkeypatch.context() as patched:
-            patched.setattr(children, "start", refused)
+        with decoder.launcher.refusing():
             process.process.kill()
             _, end = await told(gateway, 1)
         assert end.code == "unavailable" and from_code(end.code, "").retryable
@@ -335,16 +317,13 @@ async def test_where_no_mask_process_can_be_started_another_decoder_is_tried(dec
         assert isinstance(end, pb.Finished), end
 
 
-async def test_where_one_mask_process_cannot_be_started_the_others_get_what_comes(
-    model, monkeypatch
-):
+async def test_where_one_mask_process_cannot_be_started_the_others_get_what_comes(model):
     async with Decoder(
         model_directory=model, num_blocks=512, max_model_len=512, num_processes=2
     ) as decoder, Gateway(decoder) as gateway:  # fmt: skip
         ended, other = decoder.masks.processes
         await until(lambda: ended.is_ready and other.is_ready)
-        with monkeypatch.context() as patched:
-            patched.setattr(children, "start", refused)
+        with decoder.launcher.refusing():
             ended.process.kill()
             await until(lambda: ended.num_failed_starts)
             for number in range(1, 4):
@@ -354,14 +333,12 @@ async def test_where_one_mask_process_cannot_be_started_the_others_get_what_come
         assert not ended.num_failed_starts
 
 
-async def test_sequences_of_a_mask_process_that_cannot_be_started_go_on_in_another(
-    model, monkeypatch
-):
-    monkeypatch.setattr(children, "RETRY_S", 0.01)
+async def test_sequences_of_a_mask_process_that_cannot_be_started_go_on_in_another(model):
     schema = {"type": "string", "minLength": 60, "maxLength": 80}
     async with Decoder(
         model_directory=model, num_blocks=512, max_model_len=512, num_processes=2
     ) as decoder, Gateway(decoder) as gateway:  # fmt: skip
+        decoder.launcher.retry_s = 0.01
         await until(lambda: all(process.is_ready for process in decoder.masks.processes))
         numbers = range(1, 5)
         for number in numbers:
@@ -369,8 +346,7 @@ async def test_sequences_of_a_mask_process_that_cannot_be_started_go_on_in_anoth
         await generated(decoder, 4, 2)
         ended, other = decoder.masks.processes
         assert len(ended.sequences) == len(other.sequences) == 2
-        with monkeypatch.context() as patched:
-            patched.setattr(children, "start", refused)
+        with decoder.launcher.refusing():
             ended.process.kill()
             for number in numbers:
                 ids, end = await told(gateway, number)
@@ -428,8 +404,8 @@ async def test_a_sequence_in_work_at_two_deaths_fails_alone(decoder):
             assert isinstance(end, pb.Finished)
 
 
-async def test_a_mask_process_that_hangs_is_replaced(decoder, monkeypatch):
-    monkeypatch.setattr("services.decoder.masks.processes._HANG_S", 3.0)
+async def test_a_mask_process_that_hangs_is_replaced(decoder):
+    decoder.masks.hang_s = 3.0
     (process,) = decoder.masks.processes
     async with Gateway(decoder) as gateway:
         await ask(gateway, 1, grammar("JSON_SCHEMA", SCHEMA))

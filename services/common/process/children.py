@@ -10,7 +10,21 @@ import signal
 import sys
 from contextlib import suppress
 
-RETRY_S = 1.0  # pause after a start that failed for lack of memory, processes or descriptors
+
+class Launcher:
+    """Starts children that have a successor whenever they end.
+
+    Attributes:
+        retry_s: pause in seconds after a start that failed.
+    """
+
+    retry_s = 1.0
+
+    async def start(
+        self, module: str, settings: bytes, *descriptors: int
+    ) -> asyncio.subprocess.Process:
+        """Runs a module, see `start`."""
+        return await start(module, settings, *descriptors)
 
 
 async def start(module: str, settings: bytes, *descriptors: int) -> asyncio.subprocess.Process:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from prometheus_client import Histogram
 
 from services.common.errors import InvalidGrammar, Overloaded, ProcessLost, TriptychError
-from services.common.process import children
 from services.common.process.channel import ChannelClosed, FrontChannel
 from services.decoder.masks.compile_process import CompileProcess
 from services.decoder.masks.compile_queue import CompileJob, CompileQueue
@@ -30,7 +29,7 @@ from services.decoder.masks.verdicts import StoredVerdict, Verdicts, key_of
 
 log = logging.getLogger(__name__)
 
-_MAX_WAIT_S = 10.0  # longest wait of a request for a verdict
+MAX_WAIT_S = 10.0  # longest wait of a request for a verdict
 # The process must answer within this time. It reads a vocabulary first, and limits each grammar.
 _ANSWER_TIMEOUT_S = 60.0
 _MAX_LOSSES = 2
@@ -68,10 +67,18 @@ class CompilePool:
         process: the compile process.
         cpu_seconds: histogram of the CPU seconds of a compilation.
         verdicts: stored verdicts.
+        max_wait_s: longest time that a request waits for a verdict.
     """
 
-    def __init__(self, process: CompileProcess, cpu_seconds: Histogram, verdicts: Verdicts) -> None:
+    def __init__(
+        self,
+        process: CompileProcess,
+        cpu_seconds: Histogram,
+        verdicts: Verdicts,
+        max_wait_s: float = MAX_WAIT_S,
+    ) -> None:
         self.process = process
+        self._max_wait_s = max_wait_s
         self._cpu_seconds = cpu_seconds
         self._verdicts = verdicts
         self._lanes = [_Lane() for _ in LANES]
@@ -103,7 +110,7 @@ class CompilePool:
             job = self._jobs.get(key) or self._enqueue(key, source, tenant)
             job.num_waiting += 1
             try:
-                async with asyncio.timeout(_MAX_WAIT_S):
+                async with asyncio.timeout(self._max_wait_s):
                     known = await asyncio.shield(job.done)
             except TimeoutError:
                 message = "grammars wait too long to be compiled"
@@ -141,7 +148,7 @@ class CompilePool:
                 for lane in lanes:
                     if lane.job is not None:
                         self._fail(lane, ProcessLost("the grammar was not compiled"))
-                await asyncio.sleep(children.RETRY_S)
+                await asyncio.sleep(self.process.launcher.retry_s)
                 continue
             serving = [
                 asyncio.create_task(self._serve(lane, channel))

@@ -19,11 +19,13 @@ class CompileProcess:
         settings: settings of the process.
 
     Attributes:
+        launcher: starts the process.
         process: the running process. None before the first start.
     """
 
-    def __init__(self, settings: MaskSettings) -> None:
+    def __init__(self, settings: MaskSettings, launcher: children.Launcher) -> None:
         self._settings = msgspec.json.encode(settings)
+        self.launcher = launcher
         self.process: asyncio.subprocess.Process | None = None
 
     @property
@@ -45,7 +47,7 @@ class CompileProcess:
                 front_end, end = create_socket_pair()
                 front_ends.append(front_end)
                 ends.append(end)
-            self.process = await children.start(
+            self.process = await self.launcher.start(
                 _WORKER, self._settings, *(end.fileno() for end in ends)
             )
             return [await FrontChannel[Verdict].open(end, Verdict) for end in front_ends]

@@ -27,7 +27,7 @@ from services.common.process.channel import ChannelClosed, FrontChannel, create_
 from services.common.process.pod_limits import num_cpus
 from services.decoder.engine.messages import EngineMessage, MaskLink, NewTokens, TokenMasks
 from services.decoder.input_listener import InputListener
-from services.decoder.masks.compile_pool import CompilePool
+from services.decoder.masks.compile_pool import MAX_WAIT_S, CompilePool
 from services.decoder.masks.compile_process import CompileProcess
 from services.decoder.masks.grammar import GrammarSource, TokenConstraints
 from services.decoder.masks.messages import (
@@ -54,7 +54,7 @@ _MAX_SHARES = 4  # the memory for grammars is divided among at most this number 
 _MAX_DEATHS = 2  # deaths of processes that worked on a sequence until the sequence fails
 _EXIT_S = 5.0
 _WATCH_PERIOD_S = 1.0
-_HANG_S = 15.0  # a process reports every second
+_HANG_S = 15.0
 _START_S = 60.0
 _MAX_FAILED_STARTS = 3
 _PAUSE_S = 5.0  # pause after the last of these
@@ -141,6 +141,10 @@ class MaskProcesses:
         engine: channel to the engine.
         metrics: metrics of the decoder.
         count: number of processes that fill masks. 0 if the number of cores decides.
+        launcher: starts the processes.
+        hang_s: seconds without a report after which a process is killed. A process reports every
+            second.
+        max_wait_s: longest time that a sequence waits for the verdict on its grammar.
     """
 
     settings: MaskSettings
@@ -148,6 +152,9 @@ class MaskProcesses:
     engine: FrontChannel[EngineMessage]
     metrics: DecoderMetrics
     count: int = 0
+    launcher: children.Launcher = field(default_factory=children.Launcher)
+    hang_s: float = _HANG_S
+    max_wait_s: float = MAX_WAIT_S
     _listener: InputListener | None = None
     _num_started: int = 0
     _sequences: dict[int, _MaskedSequence] = field(default_factory=dict[int, _MaskedSequence])
@@ -156,7 +163,10 @@ class MaskProcesses:
     def __post_init__(self) -> None:
         self._num_words = num_mask_words(self.settings.vocab_size)
         self.compilers = CompilePool(
-            CompileProcess(self.settings), self.metrics.grammar_compile, Verdicts()
+            CompileProcess(self.settings, self.launcher),
+            self.metrics.grammar_compile,
+            Verdicts(),
+            self.max_wait_s,
         )
         self.processes = [_Process() for _ in range(self.count or num_mask_processes())]
         shares = min(len(self.processes), _MAX_SHARES)
@@ -272,7 +282,7 @@ class MaskProcesses:
             except OSError as error:
                 log.error("a mask process could not be started: %s", error)
                 process.num_failed_starts += 1
-                await asyncio.sleep(children.RETRY_S)
+                await asyncio.sleep(self.launcher.retry_s)
             else:
                 with suppress(ChannelClosed):
                     while True:
@@ -377,7 +387,7 @@ class MaskProcesses:
                     own = msgspec.structs.replace(
                         settings, link=process.link, grammar_bytes=self._grammar_bytes
                     )
-                    process.process = await children.start(
+                    process.process = await self.launcher.start(
                         _MODULE, msgspec.json.encode(own), end.fileno(), link.fileno(), memory
                     )
                     socket.send_fds(self.link, [b"l"], [engine_end.fileno(), memory])
@@ -415,10 +425,10 @@ class MaskProcesses:
             for process in self.processes + self._retiring:
                 if process.channel is None:
                     continue
-                last_report_at = process.started_at + _START_S - _HANG_S
+                last_report_at = process.started_at + _START_S - self.hang_s
                 if process.is_ready:
                     last_report_at = process.channel.received_at
-                if now - last_report_at >= _HANG_S:
+                if now - last_report_at >= self.hang_s:
                     log.error("a mask process hangs and is killed")
                     _kill(process)
 

@@ -34,7 +34,7 @@ class ErraticCost(StepCost):
 
 @settings(max_examples=cases(60, 150), deadline=None)
 @given(
-    program=programs(shared=32, own=8),
+    program=programs(seeds=3, shared=40, own=0, last=15),
     engine=engines(12, 40),
     failure=failures,
     prefix_caching=st.booleans(),

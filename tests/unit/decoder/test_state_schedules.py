@@ -22,7 +22,7 @@ from tests.integrity import check_checkpoints
 
 @settings(deadline=None)
 @given(
-    program=programs(shared=60, own=30),
+    program=programs(seeds=2, shared=60, own=30, last=25),
     engine=engines(24, 60),
     failure=failures,
     checkpoints=st.integers(0, 4),
