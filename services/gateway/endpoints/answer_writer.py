@@ -1,8 +1,8 @@
-"""The writer of a stream of named events, in which each part of the answer is opened, filled and
-closed before the next part is opened.
+"""The writer of a stream of named events, as OpenAI's Responses and Anthropic's Messages have them.
 
-`ResponseWriter` and `MessageWriter` construct the events of their surface. A writer writes one
-choice.
+Each part of the answer is opened, filled and closed by events of its own, before the next part is
+opened. `ResponseWriter` and `MessageWriter` construct the events of their API. A writer writes a
+single choice.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class AnswerWriter(ABC, Generic[Event]):
         self._completion = completion
         self._open: Part | None = None  # the first piece of the open part
         self._last: Update | None = None
-        self._logprobs: list[LogprobEntry] = []  # of tokens whose text is not written yet
+        self._logprobs: list[LogprobEntry] = []  # logprobs of tokens whose text is not written yet
 
     def update(self, update: Update) -> list[Event]:
         """Returns the events of an update."""
@@ -55,7 +55,7 @@ class AnswerWriter(ABC, Generic[Event]):
     def finish(self) -> list[Event]:
         """Returns the last events of a complete answer."""
         events = self._start()
-        if self._logprobs:  # of tokens whose text was cut off
+        if self._logprobs:  # These tokens have no text: they are part of the stop string.
             events += self._add(Text(""))
         return [*events, *self._leave(is_last=True), *self.end()]
 
@@ -86,11 +86,11 @@ class AnswerWriter(ABC, Generic[Event]):
 
     @abstractmethod
     def open(self, part: Part) -> list[Event]:
-        """Returns the events that open a part, given its first piece. `delta` writes the text."""
+        """Returns the events that open a part, given its first piece. They have no text yet."""
 
     @abstractmethod
     def delta(self, part: Part) -> Event:
-        """Returns the event of a piece of the open part."""
+        """Returns the event with a piece of the open part."""
 
     @abstractmethod
     def close(self, part: Part, *, is_last: bool) -> list[Event]:
@@ -98,7 +98,7 @@ class AnswerWriter(ABC, Generic[Event]):
 
         Args:
             part: first piece of the open part.
-            is_last: whether the answer ends with the part.
+            is_last: True if the answer ends with the part.
         """
 
     @abstractmethod

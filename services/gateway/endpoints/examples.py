@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import Any
 
-# The page puts those of its server in their place.
+# The page /docs replaces both by the model and the address of its server.
 MODEL, ADDRESS = "MODEL", "http://127.0.0.1:8000"
 _QUESTION = "Who are you?"
 # A red square of 64 by 64 pixels.

@@ -1,7 +1,7 @@
-"""POST /v1/messages: the handler of Anthropic's Messages API, which converts a request into a chat
-request and the parts of the answer into blocks.
+"""POST /v1/messages: the handler of Anthropic's Messages API.
 
-A stream has Anthropic's events in Anthropic's order.
+It converts a request into a chat request, and the parts of the answer into Anthropic's content
+blocks. A stream has Anthropic's events in Anthropic's order.
 """
 
 from collections.abc import Sequence
@@ -179,7 +179,7 @@ class _Messages(ChatMessages):
                     parts.append(_part(block, place))
         is_left = turn.content or turn.role == "assistant"
         if not (parts or thoughts or calls) and is_left:
-            return  # results alone, or thoughts that only their server reads
+            return  # The turn has only results of tools, or thoughts in a form not read here.
         content: str | list[ContentPart] | None = parts
         if turn.role == "assistant":
             texts = [part.text for part in parts if isinstance(part, TextPart)]
@@ -204,7 +204,7 @@ def _system(given: str | list[api.TextBlock]) -> str | list[ContentPart]:
 
 def _part(block: api.ContentBlock, path: str) -> ContentPart:
     if isinstance(block, api.DocumentBlock) and isinstance(block.source, api.Base64Source):
-        # The words by which Claude Code goes on without it.
+        # When Claude Code finds these words in an error, it goes on without the file.
         raise InvalidRequest("Could not process PDF: the model reads none", param=path)
     if not isinstance(block, api.ImageBlock):
         return TextPart(block.text)

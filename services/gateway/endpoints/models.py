@@ -1,8 +1,9 @@
-"""GET /v1/models: this gateway's model, and those of other gateways behind the same address.
+"""GET /v1/models: this gateway's model, and the models of other gateways behind the same address.
 
-A gateway serves one model. Where a router sends requests for several models to a gateway each, it
-sends this path to any of them, which asks the others with the client's own key: a client sees the
-models that its key opens. A gateway that does not answer is left out.
+A gateway serves one model. A router in front of several gateways sends a request to the gateway of
+the request's model, and `/v1/models` to any of them. That gateway asks the others with the
+client's API key, so that the client sees all models that its key opens. A gateway that does not
+answer is left out.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from services.gateway.request.chat import ChatService
 
 log = logging.getLogger(__name__)
 
-# What a gateway adds when it asks another, which then tells its own model alone.
+# Header of a request from another gateway, which is answered with this gateway's model alone.
 _ASKED_BY_A_GATEWAY = "x-triptych-own-models"
 _PASSED_ON = ("authorization", "x-api-key", "x-request-id")
 _TIMEOUT_S = 2.0
@@ -50,7 +51,7 @@ class ModelCard(Struct):
 
 
 class ModelList(Struct):
-    """All served models: one."""
+    """The answer of /v1/models."""
 
     data: list[ModelCard]
     object: Literal["list"] = "list"
@@ -116,7 +117,7 @@ class ModelRoutes:
             return {}
         headers = {n: value for n in _PASSED_ON if (value := request.headers.get(n))}
         headers[_ASKED_BY_A_GATEWAY] = "1"
-        # Rare enough for connections of its own.
+        # Each call opens new connections, because calls are rare.
         async with httpx2.AsyncClient(trust_env=False, timeout=_TIMEOUT_S) as client:
             lists = await asyncio.gather(
                 *(self.models_of(client, url, headers) for url in self._others)

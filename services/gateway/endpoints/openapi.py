@@ -69,7 +69,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "A stored response", None, responses.ResponseObject
     ),
     ("DELETE", "/v1/responses/{name}"): Operation(
-        "Forgets a response", None, responses.DeletedResponse
+        "Deletes a stored response", None, responses.DeletedResponse
     ),
     ("POST", "/v1/responses/{name}/cancel"): Operation("400: no response runs in the background"),
     ("POST", "/v1/messages"): Operation(
@@ -84,9 +84,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/v1/models"): Operation("The served models", None, ModelList),
     ("GET", "/v1/models/{name}"): Operation("A served model", None, ModelCard),
     ("POST", "/v1/media"): Operation(
-        "Keeps a file that requests name", UploadRequest, UploadAnswer
+        "Stores a file, which later requests can name", UploadRequest, UploadAnswer
     ),
-    ("DELETE", "/v1/media/{name}"): Operation("Forgets a file", None, DeletedUpload),
+    ("DELETE", "/v1/media/{name}"): Operation("Deletes an uploaded file", None, DeletedUpload),
     ("POST", "/tokenize"): Operation(
         "Token ids of text or messages", TokenizeRequest, TokenizeResponse
     ),
@@ -108,7 +108,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 
 @cache
 def openapi_document(version: str) -> dict[str, Any]:
-    """The document, OpenAPI 3.1."""
+    """Returns the OpenAPI 3.1 document."""
     named = ((o.request, o.response, o.event, o.error) for o in OPERATIONS.values())
     types = list(dict.fromkeys(kind for kinds in named for kind in kinds if kind is not None))
     references, components = msgspec.json.schema_components(types, ref_template=_PREFIX + "{name}")
@@ -135,8 +135,8 @@ def openapi_document(version: str) -> dict[str, Any]:
 
 
 def _describe(name: str, schema: dict[str, Any]) -> None:
-    """Adds the hints of an object, which types do not have."""
-    if schema.get("additionalProperties") is not False:  # not a request's
+    """Adds the hints to the schema of an object: fields without effect, which its type lacks."""
+    if schema.get("additionalProperties") is not False:  # Only objects of requests have hints.
         return
     properties: dict[str, dict[str, Any]] = schema.setdefault("properties", {})
     for field, values in BY_OBJECT.get(name, {}).items():

@@ -51,10 +51,11 @@ class Operations:
         return JsonResponse(openapi_document(package_version()))
 
     async def ready(self, request: Request) -> Response:
-        """Returns 200 once the gateway answers requests. At its start, the gateway waits some
-        seconds for the other services. It stays ready if they disappear later: a request then gets
-        a 503 with a time to retry, whereas clients could not connect to a gateway that is not
-        ready.
+        """Returns 200 once the gateway answers requests, and 503 before.
+
+        At its start, the gateway waits some seconds for the other services. If they disappear
+        later, it stays ready: clients then get a 503 that says when to try again, while they could
+        not even connect to a gateway that is not ready.
         """
         if self._admission.draining:
             return JsonResponse({"status": "draining"}, 503)

@@ -32,7 +32,9 @@ _MEDIA_TYPES = {
 
 
 def page_routes() -> list[Route]:
-    """The pages, and the files that they load: from memory; a browser that has one gets 304."""
+    """Returns the routes of the pages and of the files that the pages load. The files are served
+    from memory. A browser that has the present version of a file gets a 304.
+    """
     files: dict[str, tuple[bytes, dict[str, str]]] = {}
     for path in (Path(__file__).parents[1] / "static").iterdir():
         content = path.read_bytes()

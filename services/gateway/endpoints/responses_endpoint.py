@@ -1,7 +1,7 @@
-"""POST /v1/responses: the handler of OpenAI's Responses API, which converts a request into a chat
-request and the parts of the answer into items.
+"""POST /v1/responses: the handler of OpenAI's Responses API.
 
-A stream has OpenAI's events in OpenAI's order, numbered from 0.
+It converts a request into a chat request, and the parts of the answer into OpenAI's output items. A
+stream has OpenAI's events in OpenAI's order, numbered from 0.
 """
 
 from collections.abc import Sequence
@@ -167,7 +167,9 @@ class _Messages(ChatMessages):
         super().add(message, path)
 
     def join_systems(self) -> None:
-        """Joins the texts of system messages at once: a text that grows is copied each time."""
+        """Joins the texts of neighbouring system messages. All are joined at once, because text
+        that grows piece by piece is copied each time.
+        """
         if len(self._systems) > 1:
             self.found[-1].content = "\n\n".join(self._systems)
         self._systems = []
@@ -257,7 +259,7 @@ def _tools(request: api.ResponsesRequest, paths: dict[str, str]) -> list[Tool]:
         if isinstance(given, api.ResponseFunction):
             add(given, path)
             continue
-        about = given.description  # of all of them, so once
+        about = given.description  # The first function of the namespace gets its description, too.
         for position, inner in enumerate(given.tools):
             function = structs.replace(inner, name=api.flat(inner.name, given.name))
             if about:
@@ -299,13 +301,13 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
     def __init__(
         self,
         request: api.ResponsesRequest,
-        response_id: str,  # what the ids of its items hold, too
+        response_id: str,  # also part of the ids of its items
         completion: Completion,
         model_name: str,
     ) -> None:
         super().__init__(completion)
         self._number = 0
-        self._pieces: list[str] = []  # of the open item
+        self._pieces: list[str] = []  # text of the open item
         self._id = response_id
         self._namespaces = _namespaces(request)
         sampling, text = completion.sampling, request.text
@@ -344,7 +346,7 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
     def end(self) -> list[api.ResponseEvent]:
         response, is_cut = self.response, self._is_cut
         events: list[api.ResponseEvent] = []
-        if not response.output:  # an empty answer is an empty message
+        if not response.output:  # An empty answer is written as an empty message.
             events = [*self.open(Text("")), *self.close(Text(""), is_last=True)]
         response.status = "incomplete" if is_cut else "completed"
         response.completed_at = now()
@@ -422,7 +424,9 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
         return [*events, self._event("response.output_item.done", item=item, output_index=index)]
 
     def _fill_item(self) -> None:
-        """Gives the open item its text, at once: text that grows is copied each time."""
+        """Joins the pieces to the text of the open item. All are joined at once, because text that
+        grows piece by piece is copied each time.
+        """
         text, item = "".join(self._pieces), self._item
         self._pieces = []
         if isinstance(item, api.OutputCall):

@@ -1,8 +1,8 @@
 """The stored responses of /v1/responses, which later requests continue and clients read again.
 
-An entry holds one turn and the id of the turn before it, so the bytes of a conversation are stored
-once. Images are separate entries with their digest as the name, in a namespace that no `uuid` of a
-client reaches.
+A stored entry has one turn of a conversation and the id of the turn before it, so each turn is
+stored only once. Images are entries of their own, whose name is the digest of their bytes. Clients
+cannot name these entries by `uuid`, because such names have another prefix.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from services.gateway.tenancy.tenants import bound_tenant
 
 # Limit of the turns that a request continues, without their images.
 _MAX_BYTES = 4 << 20
-_INLINE_BYTES = 64 << 10  # parsing them takes some milliseconds at most
+_INLINE_BYTES = 64 << 10  # Parsing this many bytes takes some milliseconds at most.
 _MAX_ID_LENGTH = 256
 
 
@@ -168,7 +168,7 @@ class StoredResponses:
         """Returns a stored turn and its size in bytes."""
         data = await self._store.get(tenant, _name(response_id))
         if data is not None:
-            with suppress(msgspec.DecodeError):  # of another version's gateway
+            with suppress(msgspec.DecodeError):  # A gateway of another version has stored it.
                 if len(data) <= _INLINE_BYTES:
                     return _decode(data), len(data)
                 return await self._service.parsers.run(_decode, data), len(data)

@@ -56,7 +56,7 @@ async def text_completions(context: RequestContext, body: Body) -> None:
             draft = await _draft(service, request, prompt, param)
         completion = await context.prepare(chat, timings, draft)
         beginnings.append(_echoed(service, prompt, draft, completion) if request.echo else "")
-        await asyncio.sleep(0)  # other requests' turn: each prompt may take some ms
+        await asyncio.sleep(0)  # Each prompt may take some ms, so other requests have a turn.
     # A decoder may still refuse a prompt, and its error does not say which.
     context.paths["messages"] = "prompt"
     writer = _Writer(
@@ -71,11 +71,15 @@ async def text_completions(context: RequestContext, body: Body) -> None:
 async def _draft(
     service: ChatService, request: CompletionRequest, prompt: str | list[int], param: str
 ) -> Draft:
-    """A prompt that is not rendered: text, in which special tokens are recognised, or ids.
+    """Returns the draft of a prompt without a chat template.
+
+    Args:
+        prompt: text, in which names of special tokens become these tokens, or token ids.
+        param: field of the prompt, for errors.
 
     Raises:
-        TriptychError: it is empty, longer than the model's context, or holds the placeholder of
-            an image; `param` is the field.
+        TriptychError: the prompt is empty, longer than the model's context, or contains the
+            placeholder of an image.
     """
     decoder = service.decoder(request.model)
     is_cut = request.truncate_prompt_tokens is not None
@@ -99,14 +103,14 @@ async def _draft(
 def _echoed(
     service: ChatService, prompt: str | list[int], draft: Draft, completion: Completion
 ) -> str:
-    """A prompt's text, without what `truncate_prompt_tokens` has cut."""
+    """Returns a prompt's text, without the tokens that `truncate_prompt_tokens` has cut off."""
     ids, tokenizer = completion.prompt_token_ids(), service.tokenizer
     if isinstance(prompt, str):
         if len(ids) == len(draft.token_ids):
             return prompt
         is_first = ids == draft.token_ids[: len(ids)] and ids[0] in tokenizer.special_ids
         if is_first and not prompt.startswith(tokenizer.token_string(ids[0])):
-            ids = ids[1:]  # a BOS that was put before the text
+            ids = ids[1:]  # The first token is a BOS that the tokenizer has added.
     return b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
 
 
@@ -147,7 +151,7 @@ async def _write_whole(context: RequestContext, writer: "_Writer") -> None:
             context.slot.memory.add(completion.prompt_scores.num_bytes)
             if (choice := writer.choice(completion, index, updates)) is not None:
                 choices.append(choice)
-            await asyncio.sleep(0)  # log-probabilities of a prompt take some ms, too
+            await asyncio.sleep(0)  # The log-probabilities of a prompt take some ms, too.
     answer = writer.answer(choices)
     for choice in answer.choices:
         choice.fill()
@@ -182,7 +186,7 @@ class _Writer:
         self._beginnings = beginnings
         self._tokenizer = tokenizer
         self._started: set[int] = set()
-        self._places: dict[int, _Places] = {}  # where logprobs are wanted
+        self._places: dict[int, _Places] = {}  # by choice, if the request wants logprobs
         is_skipping = request.skip_special_tokens is not False
         added = tokenizer.added.values() if is_skipping else ()
         self._hidden = frozenset(token.content.encode() for token in added if token.special)
@@ -246,7 +250,7 @@ class _Writer:
         tokenizer, as_ids = self._tokenizer, bool(self.request.return_tokens_as_token_ids)
         token_ids = completion.prompt_token_ids()
         name, numbers = token_name(tokenizer, token_ids[0], as_ids)
-        # A BOS that was put before the prompt is not in its text.
+        # If the first token is a BOS that the tokenizer has added, it is not in the text.
         data = bytes(numbers) if text.encode().startswith(bytes(numbers)) else b""
         found.tokens.append(name)
         found.token_logprobs.append(None)

@@ -32,8 +32,8 @@ from services.gateway.request.chat import ChatService
 from services.gateway.request.sampling import check_ids
 from services.gateway.tenancy.slot import Slot
 
-_MAX_TOKENS = 1 << 20  # of a body; a context has fewer
-# A text takes this many times its bytes: as bytes, as characters and as JSON.
+_MAX_TOKENS = 1 << 20  # most token ids of a body, more than any context has
+# The text of an answer is in memory this many times: as bytes, as characters and as JSON.
 _TEXT_COPIES = 3
 
 
@@ -54,8 +54,9 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
 
 
 class TokenizeResponse(Struct):
-    """All token ids, with those of images and videos; `token_strs` are entries of the vocabulary.
-    `videos` are what `usage` would name of each.
+    """The token ids of a prompt, with the tokens of its images and videos. `token_strs` are the
+    tokens as the vocabulary writes them. `videos` has the sampled frames of each video, as `usage`
+    of an answer would have them.
     """
 
     count: int
@@ -85,8 +86,8 @@ _parse_detokenize = Parser(DetokenizeRequest)
 async def prompt_ids(
     service: ChatService, request: ChatRequest, slot: Slot
 ) -> tuple[list[int], list[VideoUsage]]:
-    """Token ids of a request's messages, those of images and videos included, as for
-    `ChatService.prepare`, and what is looked at of its videos.
+    """Returns the token ids of a request's prompt, as `ChatService.prepare` makes it, and the
+    sampled frames of its videos.
 
     Raises:
         TriptychError: the messages do not fit the template or the context, or an image or a
@@ -99,8 +100,8 @@ async def prompt_ids(
 
 
 async def tokenize(service: ChatService, request: Request, slot: Slot, body: Body) -> Response:
-    """Token ids of plain text; with `add_special_tokens`, of a prompt of completions; of messages,
-    with all tokens of their images.
+    """Returns the token ids of the request's text or messages. A text is plain text, or a prompt
+    of /v1/completions if `add_special_tokens` is given.
     """
     parsed = await parse_body(service, _parse_tokenize, body, request.scope)
     if (parsed.prompt is None) == (parsed.messages is None):
@@ -130,7 +131,7 @@ async def tokenize(service: ChatService, request: Request, slot: Slot, body: Bod
 
 
 async def detokenize(service: ChatService, request: Request, slot: Slot, body: Body) -> Response:
-    """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
+    """Returns the text of token ids. Bytes that are not UTF-8 become U+FFFD."""
     parsed = await parse_body(service, _parse_detokenize, body, request.scope)
     decoder = service.decoder(parsed.model)
     if len(parsed.tokens) > decoder.max_model_len:
@@ -165,6 +166,6 @@ class TokenizerInfo:
 
 
 async def tokenizer_info(service: ChatService, info: TokenizerInfo, request: Request) -> Response:
-    """tokenizer_config.json and the chat template."""
+    """Returns tokenizer_config.json and the chat template."""
     body = await service.parsers.run(lambda: info.body)
     return Response(body, media_type="application/json")

@@ -16,10 +16,11 @@ from services.gateway.media.media_loader import decode_data_url
 from services.gateway.request.chat import ChatService
 from services.gateway.tenancy.slot import Slot
 
-# No form of a page can declare one of these, so that a page of another origin has to ask first.
+# An HTML form cannot send bodies of these types, so a web page of another origin has to ask with a
+# CORS preflight before it can upload a file.
 TYPES = ("application/json", "image/", "video/", "application/octet-stream")
-_MAX_BYTES = 60 << 20  # the call to an encoder carries it whole
-_IMAGE = replace(IMAGE, setting="")  # the setting is of images in requests
+_MAX_BYTES = 60 << 20  # A call to an encoder carries the whole file.
+_IMAGE = replace(IMAGE, setting="")  # GATEWAY_MAX_IMAGE_BYTES does not limit uploads.
 
 
 class UploadRequest(Struct, forbid_unknown_fields=True):
@@ -38,7 +39,7 @@ class UploadAnswer(Struct):
 
 
 class DeletedUpload(Struct):
-    """DELETE /v1/media/{name}."""
+    """The answer of DELETE /v1/media/{name}."""
 
     id: str
     object: str = "media"

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 BODY_TIMEOUT_S = 60.0
 _MIN_BODY_RATE = 16 << 10  # bytes a second
 _LONG_BODY_BYTES = 256 << 10
-_PIECE_BYTES = 64 << 10  # of a long answer
+_PIECE_BYTES = 64 << 10  # A long answer is sent in pieces of this size.
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -130,7 +130,8 @@ class Exchange:
         try:
             yield
         except asyncio.CancelledError:
-            # As in `asyncio.timeout`, a cancellation by anybody else goes on.
+            # If the task was also cancelled by somebody else, the cancellation goes on, as in
+            # `asyncio.timeout`.
             if is_gone and task.uncancel() <= was_cancelling:
                 raise ClientDisconnect from None
             raise
@@ -201,7 +202,7 @@ async def read_body(
                 time_s = min(limits.start_s + len(body) / _MIN_BODY_RATE, timeout_s)
                 deadline.reschedule(start + time_s)
     except BaseException as error:
-        body.clear()  # the error's traceback may keep this frame alive for long
+        body.clear()  # The error's traceback may hold this function's variables for long.
         if isinstance(error, TimeoutError):
             raise DeadlineExceeded("the body did not arrive in time") from None
         raise
@@ -221,9 +222,8 @@ def error_response(scope: Scope, error: Exception) -> JsonResponse:
 
     Args:
         scope: ASGI scope of the request.
-        error: a `TriptychError`, an `HTTPException` of a route, or an exception that nobody
-            expected, of which the client learns nothing. It holds nothing of the request
-            afterwards.
+        error: a `TriptychError`, an `HTTPException` of a route, or an unexpected exception, about
+            which the client learns nothing. Its references to the request are dropped.
     """
     headers: dict[str, str] = {}
     match error:

@@ -1,8 +1,8 @@
 """The ASGI middleware around all routes: request ids, traces, API keys, errors and the access log.
 
-The server calls the middleware, which calls the router. A request with a wrong key gets a 401, one
-of another site's page a 403. An exception that a route raises before its response has started is
-answered here, and an unexpected exception is logged here.
+The server calls the middleware, which calls the router. A request with a wrong key gets a 401, and
+a request of another site's web page a 403. If a route raises an exception before its response has
+started, the middleware answers with an error response. It logs unexpected exceptions.
 """
 
 import logging
@@ -74,7 +74,7 @@ class Middleware:
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        if not _REQUEST_ID.fullmatch(request_id):  # the client's id is not safe in logs
+        if not _REQUEST_ID.fullmatch(request_id):  # There is none, or it is not safe in logs.
             request_id = f"req-{os.urandom(16).hex()}"
         scope.setdefault("state", {})["request_id"] = request_id
         bind_request_id(request_id)

@@ -64,7 +64,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._head_timeout_s = head_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._in_head = True
-        self._num_unread = 0  # bytes that have completed no head and no piece of a body
+        self._num_unread = 0  # bytes since a head or a piece of a body was last complete
         # The request that is being answered. `cycle` is the last request whose head has arrived.
         self._current: RequestResponseCycle | None = None
         self._last_response: bytes | None = None  # response with which the connection has to end
@@ -91,7 +91,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._num_unread = self._num_unread or 1  # the last request may have ended in this piece
+        self._num_unread = self._num_unread or 1  # 0 if this data also ended the last request
 
     def on_headers_complete(self) -> None:
         version = self.parser.get_http_version()
@@ -179,11 +179,12 @@ class GatewayProtocol(HttpToolsProtocol):
             rest: bytes behind the head.
         """
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
-        kept = [(name, value) for name, value in self.headers if name != b"upgrade"]
-        if len(kept) == len(self.headers):  # CONNECT
+        headers = [(name, value) for name, value in self.headers if name != b"upgrade"]
+        if len(headers) == len(self.headers):  # The request is a CONNECT, without `Upgrade`.
             self._end(_BAD_REQUEST)
             return
-        lines = [b"%b %b HTTP/%b" % (method, self.url, version), *map(b": ".join, kept), b"", b""]
+        first = b"%b %b HTTP/%b" % (method, self.url, version)
+        lines = [first, *map(b": ".join, headers), b"", b""]
         self.parser = httptools.HttpRequestParser(self)
         self._num_unread = 0
         self.data_received(b"\r\n".join(lines) + rest)

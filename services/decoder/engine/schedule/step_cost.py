@@ -3,18 +3,19 @@
     ms = step + row · rows + token · min(tokens, 256) + more · max(tokens - 256, 0)
          + pair · pairs + key · keys + experts · read
 
-- `step` is the cost of any step: weights are read and kernels are launched.
-- `token` and `more` are the costs of a token. A GPU waits for the weights up to a few hundred
-  tokens, so a token costs less there than behind them.
-- `pairs` counts pairs of a prompt's query and a key that the query attends to.
-- `keys` counts the keys in the cache that decodes attend to.
-- `read` is the share of a layer's experts that the step reads, if tokens choose their experts
-  independently: 1 - (1 - share of one token) ^ tokens. 64 tokens read nearly all of 128 experts,
-  and more tokens cost little.
+- `step` is the time of any step: the weights are read and kernels are launched.
+- `row` is the time of a decode, and `rows` the number of decodes.
+- `token` is the time of each of the first 256 tokens, and `more` that of each further token. Up to
+  a few hundred tokens, a GPU mostly waits for the weights, so these tokens take less time.
+- `pair` is the time of a pair of a prompt's query and a key that the query attends to.
+- `key` is the time of a key in the cache that a decode attends to.
+- `experts` is the time to read all experts, and `read` the share of a layer's experts that the step
+  reads: 1 - (1 - share that one token uses) ^ tokens, if tokens choose their experts
+  independently. 64 tokens read nearly all of 128 experts.
 
-Each measured step corrects the coefficients in proportion to their part of the step (a normalized
-least mean squares filter). So a slow device, or another process on the same device, is noticed
-within some ten steps. Coefficients that have no part in a step do not change. Pure Python.
+Each measured step corrects each coefficient, in proportion to its share of the step's time (a
+normalized least mean squares filter). If the device becomes slower, the predictions follow within
+some ten steps. Coefficients of terms that are 0 in a step do not change. Pure Python.
 """
 
 import math
@@ -23,13 +24,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _FEW_TOKENS = 256
-# Share of a step's error by which the step corrects the model.
+# A measured step reduces the error of the prediction by this share.
 _RATE = 0.1
-# A measured time counts as at most this many times longer or shorter than the prediction.
+# A measured time that is more than this many times longer or shorter than the prediction is an
+# outlier. It counts as if it were exactly this many times longer or shorter.
 _OUTLIER = 2.0
-# First guesses of the coefficients, as multiples of a step of one token. Only the proportions
-# matter. Attention to a context with as many bytes as the weights takes as long as several GEMMs of
-# the same tokens.
+# First guesses of coefficients, relative to the time of a step of one token. The first measured
+# step sets the scale. `_PAIR` says that attention of some tokens to a context with as many bytes as
+# the weights takes four times as long as their GEMMs.
 _TOKEN, _PAIR = 1 / 256, 4
 # Bounds of `min_chunk`.
 _LEAST_MIN_CHUNK, _GREATEST_MIN_CHUNK = 32, 256
@@ -65,7 +67,7 @@ class Limit(NamedTuple):
     Attributes:
         ms: milliseconds that the step may last.
         tokens: the most tokens that the step may have.
-        least: number of tokens that the step may have even if it then lasts longer than `ms`.
+        least: number of tokens that the step may have even if they take longer than `ms`.
     """
 
     ms: float
@@ -78,13 +80,13 @@ class StepCost:
 
     Args:
         num_weight_tokens: number of tokens whose keys and values have as many bytes as the weights.
-            It decides the first guess of the cost of attention.
+            The first guess of the time of attention depends on it.
         expert_share: share of a layer's experts that one token uses; 0 if the model has no experts.
 
     Attributes:
-        decode_period: number of steps with decodes alone of which one has to be observed.
-        efficient_tokens: number of tokens beyond which a step takes longer for each token, see
-            `calibration`.
+        decode_period: of this many steps without prompts, one is observed.
+        efficient_tokens: number of tokens above which each token of a step takes longer than below
+            it, see `calibration`.
     """
 
     decode_period = 16
@@ -112,17 +114,16 @@ class StepCost:
     def min_chunk(self) -> int:
         """Number of prompt tokens that every step may compute.
 
-        About as many tokens as double the time of a step that reads all weights, so that the
-        weights are not read for fewer tokens.
+        They take about as long as reading all weights. With fewer tokens, the step would spend most
+        of its time on reading weights.
         """
         _, _, few, more, _, _, _ = self._coefficients
         tokens = int(self._weights_ms / max(few, more)) // _LEAST_MIN_CHUNK * _LEAST_MIN_CHUNK
         return min(_GREATEST_MIN_CHUNK, max(_LEAST_MIN_CHUNK, tokens))
 
     def bound(self, step_ms: float) -> float:
-        """Returns the milliseconds that a step may last, if `step_ms` are wanted.
-
-        At least half of the time is left for prompts after the weights are read.
+        """Returns the milliseconds that a step may last: `step_ms`, or twice the time of reading
+        the weights if that is more, so that at least half of the time is left for prompts.
         """
         return max(step_ms, 2 * self._weights_ms if self._is_measured else 0.0)
 
@@ -141,7 +142,7 @@ class StepCost:
         return max(fitting, limit.least - load.tokens, 0)
 
     def half_limit(self, load: StepLoad, limit: Limit) -> Limit:
-        """Returns the limit that withholds half of what `limit` leaves beside `load`."""
+        """Returns a limit that leaves half as much beside `load` as `limit` does."""
         return Limit(
             (self.predict(load) + limit.ms) / 2,
             (load.tokens + limit.tokens) // 2,
