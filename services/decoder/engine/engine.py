@@ -5,12 +5,11 @@ the steps, and a runner computes them on the device. The engine knows no torch, 
 text.
 
 With `overlap`, the engine plans and launches step n + 1 before it reads the tokens of step n, so
-that the device never waits for Python. A sequence may turn out to have ended with its token of step
-n; its token of step n + 1 is then discarded. The first tokens of step n + 1 are those that step n
-samples, which the device knows and the host does not. If a token mask depends on them, too, it
-arrives while step n + 1 is computed. Such a step is launched in two parts: its model runs at once,
-and its tokens are sampled when the masks have arrived, or when waiting longer would make the device
-idle. `MaskGate` decides when that is.
+that the device never waits for Python. This has two consequences. A sequence may turn out to have
+ended with its token of step n; its token of step n + 1 is then discarded. And the token mask of a
+sequence for step n + 1 depends on its token of step n, so the mask arrives while step n + 1 is
+computed. Such a step is launched in two parts: first its model, and then, when the masks have
+arrived or waiting longer would make the device idle, its sampling. `MaskGate` decides when that is.
 """
 
 import logging

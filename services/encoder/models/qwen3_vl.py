@@ -2,9 +2,9 @@
 
 The N patches of all images of a batch are rows of one tensor. A linear layer turns each patch into
 a hidden state, to which an embedding of the patch's position is added. The transformer blocks
-follow; a patch attends only to patches of its own image. Mergers then turn each group of merge²
-patches into one image token. The last block's output gives feature 0 of the embeddings; the outputs
-of a few inner blocks give the DeepStack features 1, 2, ….
+follow; a patch attends only to patches of its own image. Mergers then turn each square of merge²
+patches (2 by 2) into one image token. The last block's output gives feature 0 of the embeddings;
+the outputs of a few inner blocks give the DeepStack features 1, 2, ….
 
 Values are rounded to the tower's data type at the same places as in transformers 5.17.
 `engine_main` creates the tower on the `meta` device and loads its weights. The runner calls
@@ -115,16 +115,16 @@ class VisionTower(nn.Module):
         # adds them up when the next block begins, because a single kernel can compute this sum and
         # the first norm of the next block. After `add_norm`, `hidden` is thus the output of block
         # `index - 1`, from which a DeepStack feature may have to be made.
-        taps = self.spec.deepstack_indexes
+        feature_blocks = self.spec.deepstack_indexes
         added: Tensor | None = self.patch_embed(patches)  # [N, hidden]
         hidden = layout.positions.embeddings  # [N, hidden]
         for index, block in enumerate(cast("Iterable[Block]", self.blocks)):
             normed, hidden = add_norm(added, hidden, block.norm1, self.ops)
-            if index - 1 in taps:
+            if index - 1 in feature_blocks:
                 yield self._deepstack_feature(index - 1, hidden)
             added, hidden = block(normed, hidden, layout)
         normed, hidden = add_norm(added, hidden, self.merger.norm, self.ops)
-        if len(self.blocks) - 1 in taps:
+        if len(self.blocks) - 1 in feature_blocks:
             yield self._deepstack_feature(len(self.blocks) - 1, hidden)
         yield 0, self.merger.project(normed)
 

@@ -38,9 +38,7 @@ class StopMatcher:
         self.stops = stops
         self.matched: str | None = None
         self._include_stop = include_stop
-        self._buffer: str = (
-            ""  # end of the text so far, which may be the beginning of a stop string
-        )
+        self._buffer: str = ""  # text that waits, because a stop string may begin with it
         self._prefixes = frozenset(stop[:n] for stop in stops for n in range(1, len(stop)))
         self._max_prefix = max(map(len, self._prefixes), default=0)
 

@@ -1,9 +1,9 @@
 """A batch: the plan of one step, and its conversion to the arrays of a `Step`.
 
 The scheduler makes a batch of chunks, one per sequence. The engine converts the batch to a `Step`
-and gives that to the runner. A `Step` has only arrays; the engine keeps the batch, whose chunks
-refer to their sequences, and appends the step's tokens to these when they arrive. Pure Python and
-numpy, without torch.
+and gives that to the runner. A `Step` has only arrays. The engine keeps the batch, whose chunks
+refer to their sequences, and appends each of the step's tokens to its sequence when the tokens
+arrive. Pure Python and numpy, without torch.
 """
 
 from dataclasses import dataclass, field
@@ -142,8 +142,8 @@ class Batch:
         followers: list[int] = []
         for chunk in self.chunks[first:]:
             sequence, start = chunk.sequence, chunk.start
-            # Logprobs of prompt tokens are wanted. The token behind the last prompt token is not
-            # one.
+            # The token that follows the last prompt token is a completion token, so it has no
+            # prompt logprob.
             end = min(start + chunk.length, sequence.num_prompt_tokens - 1)
             most = sequence.message.sampling.prompt_logprobs
             if most is not None and start < end and sequence.num_scored < end:
@@ -196,7 +196,7 @@ def _state_saves(chunks: list[Chunk], first: int) -> Int64Array | None:
 
 
 def _known_tokens(chunks: list[Chunk]) -> tuple[Int32Array, Int32Array]:
-    """Returns the ids `[K]` and the positions `[3, K]` of the tokens of chunks, one by one."""
+    """Returns the ids `[K]` and the positions `[3, K]` of the chunks' tokens, chunk by chunk."""
     if len(chunks) == 1:
         (chunk,) = chunks
         token_ids = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]

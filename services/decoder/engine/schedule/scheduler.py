@@ -2,8 +2,8 @@
 
 A step first computes the next token of every decoding sequence. The time that is left in the step
 goes to prompts, which are computed in chunks (`StepBudget`). A step is planned while the step
-before it runs, when the ids of its tokens are not known yet. To plan, the number of a sequence's
-tokens is enough. The engine finds stop tokens when the ids arrive.
+before it still runs, so the ids of the tokens of that step are not known. To plan, the number of a
+sequence's tokens is enough. The engine finds stop tokens when the ids arrive.
 
 A sequence is always in exactly one of these queues, which belong to `Prefills` and `Decodes`:
 
