@@ -6,6 +6,7 @@ Answers are streamed and added to the conversation. An error ends the turn, but 
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import sys
 from typing import Any
@@ -13,7 +14,15 @@ from typing import Any
 from triptych.client import AskError, Server, ask, begin, is_media, question_message
 
 _HELP = """Write a message. To send an image or clip, write its path in the message, or /image PATH.
+/text MESSAGE sends a message as it is, though it names a file that does not exist.
 /clear starts a new conversation, /bye or Ctrl-D ends the chat, Ctrl-C stops an answer."""
+_COMMAND = re.compile(r"/[a-z]+", re.ASCII)
+# Endings that name an image or clip and nothing else, unlike `.ts`.
+_ENDINGS = tuple(
+    ".png .jpg .jpeg .webp .gif .bmp .tif .tiff .avif .heic .mp4 .m4v .mov .webm .mkv .avi".split()
+)
+# Punctuation that stands before and behind a path in a sentence.
+_OPENING, _CLOSING = "([{<\"'`\u201c\u2018", ")]}>\"'`\u201d\u2019?!.,;:\u2026"
 
 
 def chat(options: argparse.Namespace) -> int:
@@ -56,9 +65,18 @@ class Conversation:
             next message.
 
         Raises:
-            AskError: an image cannot be read, or `/image` has no path.
+            AskError: an image cannot be read or does not exist, `/image` has no path, or the
+                message begins with an unknown command.
         """
-        images, rest = split_images(text)
+        command = text.split(maxsplit=1)[0]
+        if command == "/text":
+            images, rest = [], text[len(command) :].strip()
+            if not rest:
+                raise AskError("the message is missing: /text MESSAGE")
+        elif command != "/image" and _COMMAND.fullmatch(command) and not os.path.exists(command):
+            raise AskError(f"no such command: {command}; /help lists the commands")
+        else:
+            images, rest = split_images(text)
         if not rest and not images:
             raise AskError("the path is missing: /image PATH")
         message = question_message([*self._images, *images], rest)
@@ -71,14 +89,18 @@ class Conversation:
 
 
 def split_images(text: str) -> tuple[list[str], str]:
-    """Divides a message into the paths and URLs of images and clips, and the remaining text."""
+    """Divides a message into the paths and URLs of images and clips, and the remaining text.
+
+    Raises:
+        AskError: a word has the ending of an image or clip, but there is no such file.
+    """
     try:
         words = shlex.split(text)
     except ValueError:  # an apostrophe, for example, is an unclosed quote
         words = text.split()
     if words[:1] == ["/image"]:
         return [os.path.expanduser(word) for word in words[1:]], ""
-    images = [word for word in words if _is_shown(word)]
+    images = [image for word in words if (image := _image_in(word)) is not None]
     for image in images:
         for form in (
             f'"{image}"',
@@ -91,12 +113,33 @@ def split_images(text: str) -> tuple[list[str], str]:
                 text = text.replace(form, "", 1)
                 break
     shown = [os.path.expanduser(image) for image in images]
-    return shown, " ".join(text.split()) if images else text
+    if images:
+        text = re.sub(r" (?=[?!.,;:])", "", " ".join(text.split()))
+    return shown, text
 
 
-def _is_shown(word: str) -> bool:
-    is_there = word.startswith(("http://", "https://")) or os.path.isfile(os.path.expanduser(word))
-    return is_there and is_media(word)
+def _image_in(word: str) -> str | None:
+    """Returns the path or URL of an image or clip that a word consists of, without punctuation
+    around it. None if the word is something else.
+
+    Raises:
+        AskError: the word has the ending of an image or clip, but there is no such file.
+    """
+    bare = word.lstrip(_OPENING).rstrip(_CLOSING)
+    for image in (word, bare):
+        is_there = image.startswith(("http://", "https://")) or _is_file(image)
+        if is_there and is_media(image):
+            return image
+    if bare.lower().endswith(_ENDINGS):
+        raise AskError(
+            f"there is no file {bare}, so nothing was sent; /text MESSAGE sends a message that "
+            "only mentions a file"
+        )
+    return None
+
+
+def _is_file(path: str) -> bool:
+    return os.path.isfile(os.path.expanduser(path))
 
 
 def _turn(server: Server, body: dict[str, Any], conversation: Conversation, text: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _TIMEOUT_S = 600
+_UNKNOWN_TYPE = "application/octet-stream"
 # Python 3.12 knows these types only from a file of the system that small images do not have.
 mimetypes.add_type("image/webp", ".webp")
 mimetypes.add_type("video/x-m4v", ".m4v")
@@ -125,10 +126,11 @@ def media_part(named: str) -> dict[str, Any]:
         named: URL, which is passed on, or path of a file.
 
     Raises:
-        AskError: the file cannot be read.
+        AskError: the file cannot be read, or is neither an image nor a clip.
     """
-    url, kind = named, mimetypes.guess_type(named)[0] or "application/octet-stream"
+    url, kind = named, mimetypes.guess_type(named)[0] or _UNKNOWN_TYPE
     if not _is_url(named):
+        _check_type(named, kind)
         try:
             data = Path(named).read_bytes()
         except OSError as error:
@@ -136,6 +138,18 @@ def media_part(named: str) -> dict[str, Any]:
         url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
     field = "video_url" if kind.startswith("video/") else "image_url"
     return {"type": field, field: {"url": url}}
+
+
+def _check_type(named: str, kind: str) -> None:
+    """Raises AskError if a file's name has the ending of something that models do not read."""
+    if kind == _UNKNOWN_TYPE or kind.startswith(("image/", "video/")):
+        return
+    what = {"application/pdf": "a PDF file", "text/plain": "a text file"}.get(kind)
+    what = what or f"a file of type {kind}"
+    do = "paste its text into the question"
+    if not kind.startswith("text/"):
+        do = f"give a picture of it, or {do}"
+    raise AskError(f"{named} is {what}, and models read text, images and clips: {do}")
 
 
 def question_message(media: Sequence[str], question: str) -> dict[str, Any]:

@@ -76,6 +76,7 @@ def test_added_tokens_follow_the_vocabulary_in_qwens_order(tokenizer):
         assert config[key] == tokenizer.token_to_id(token)
     ends = [tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")]
     assert load("generation_config.json")["eos_token_id"] == ends
+    assert load("generation_config.json")["max_new_tokens"] == 256
 
 
 @pytest.mark.parametrize(

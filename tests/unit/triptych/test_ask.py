@@ -85,6 +85,23 @@ def test_a_clip_is_known_by_its_name_or_type(url: str, tmp_path: Path) -> None:
     assert split_words([str(clip), "b.mp4", "What happens?"])[0] == [str(clip), "b.mp4"]
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("report.pdf", "is a PDF file, and models read text, images and clips: give a picture"),
+        ("notes.txt", "is a text file, and models read text, images and clips: paste its text"),
+        ("talk.mp3", "is a file of type audio/mpeg"),
+    ],
+)
+def test_a_file_that_no_model_reads_is_named(
+    name: str, words: str, stub: StubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(b"%PDF")
+    assert cli.main(["ask", str(tmp_path / name), "What is this?", "--url", stub.url]) == 1
+    assert f"{name} {words}" in capsys.readouterr().err
+    assert not stub.bodies
+
+
 def test_a_missing_image_is_named(stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AskError, match=r"cannot read none\.png: No such file"):
         question_message(["none.png"], "?")

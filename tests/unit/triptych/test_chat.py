@@ -8,6 +8,7 @@ import pytest
 from tests.unit.triptych.stub_server import StubServer
 from triptych import cli
 from triptych.chat import split_images
+from triptych.client import AskError
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_images_go_by_their_paths(
     first, second, third = talk(stub, monkeypatch, lines)
     kinds = [[part["type"] for part in m["content"]] for m in (first[-1], second[-1])]
     assert kinds == [["image_url", "text"], ["image_url", "text"]]
-    assert first[-1]["content"][1]["text"] == "what is in ?"
+    assert first[-1]["content"][1]["text"] == "what is in?"
     assert second[-1]["content"][0]["image_url"]["url"].startswith("data:image/jpeg;base64,")
     assert len(third) == 1
 
@@ -55,7 +56,7 @@ def test_a_home_is_expanded(
 ) -> None:
     monkeypatch.setenv("HOME", str(images[0].parent))
     first, second = talk(stub, monkeypatch, ["what is ~/cat.png ?", "/image ~/cat.png", "and?"])
-    for messages, said in ((first, "what is ?"), (second, "and?")):
+    for messages, said in ((first, "what is?"), (second, "and?")):
         image, text = messages[-1]["content"]
         assert image["type"] == "image_url" and text["text"] == said
 
@@ -101,10 +102,47 @@ def test_what_is_no_url_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "triptych chat: not an http URL: ftp://x\n"
 
 
-def test_words_that_only_look_like_images_are_words(images: list[Path]) -> None:
-    long = f"{'x' * 300}.png"
-    assert split_images(long) == ([], long)
-    assert split_images("what's none.png about?") == ([], "what's none.png about?")
+@pytest.mark.parametrize(
+    ("sentence", "rest"),
+    [
+        ("What is in {}?", "What is in?"), ("Look at {}, please", "Look at, please"),
+        ("This is {}.", "This is."), ("Here ({}): what?", "Here (): what?"),
+        ("What's in {}?", "What's in?"), ("Is it '{}'?", "Is it?"),
+    ],
+)  # fmt: skip
+def test_punctuation_belongs_to_no_path(sentence: str, rest: str, images: list[Path]) -> None:
+    assert split_images(sentence.format(images[0])) == ([str(images[0])], rest)
+
+
+def test_a_file_that_is_not_there_is_a_line_and_sends_nothing(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["What is in none.png?", "what's ~/none.mp4 about", "/text Rename none.png", "/text"]
+    (messages,) = talk(stub, monkeypatch, lines)
+    assert messages[-1]["content"] == [{"type": "text", "text": "Rename none.png"}]
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.startswith("there is no file none.png, so nothing was sent")
+    assert second.startswith("there is no file ~/none.mp4,")
+    assert third == "the message is missing: /text MESSAGE"
+    with pytest.raises(AskError, match=r"there is no file x{300}"):
+        split_images(f"{'x' * 300}.png")
+
+
+def test_an_unknown_command_is_a_line_and_sends_nothing(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (messages,) = talk(stub, monkeypatch, ["/foo bar", "/tmp is a folder", "/img x.png"])
+    assert messages[-1]["content"][0]["text"] == "/tmp is a folder"
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "no such command: /foo; /help lists the commands",
+        "no such command: /img; /help lists the commands",
+    ]
+
+
+def test_images_are_found_by_words_quotes_and_urls(images: list[Path]) -> None:
+    for text in ("what about it? A. no.", "explain index.ts, main.py"):
+        assert split_images(text) == ([], text)
     assert split_images(f"compare '{images[1]}' and {images[0]} now") == (
         [str(images[1]), str(images[0])], "compare and now",
     )  # fmt: skip
