@@ -18,9 +18,8 @@ _HELP = """Write a message. To send an image or clip, write its path in the mess
 /clear starts a new conversation, /bye or Ctrl-D ends the chat, Ctrl-C stops an answer."""
 _COMMAND = re.compile(r"/[a-z]+", re.ASCII)
 # Endings that name an image or clip and nothing else, unlike `.ts`.
-_ENDINGS = tuple(
-    ".png .jpg .jpeg .webp .gif .bmp .tif .tiff .avif .heic .mp4 .m4v .mov .webm .mkv .avi".split()
-)
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic")
+_ENDINGS = (*_PICTURES, ".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 # Punctuation that stands before and behind a path in a sentence.
 _OPENING, _CLOSING = "([{<\"'`\u201c\u2018", ")]}>\"'`\u201d\u2019?!.,;:\u2026"
 

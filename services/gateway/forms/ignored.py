@@ -9,7 +9,7 @@ such fields costs no extra time. The body is walked once, along the type.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
@@ -21,6 +21,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.forms import foreign_history
 from services.gateway.forms.foreign_history import Reading
 from services.gateway.forms.hints import BY_LIST, BY_OBJECT, Elements
+from services.gateway.forms.successors import successor
 
 HEADER = b"x-triptych-ignored"
 _MAX_NAMES = 32
@@ -205,7 +206,7 @@ class Ignored:
                 if not (is_empty or self._all_unknown):
                     continue  # The second parse refuses the field as unknown.
             elif taken is not None and not is_empty and value not in cast("tuple[Any]", taken):
-                raise _refusal(key, cast("tuple[Any]", taken), below)
+                raise _refusal(key, cast("tuple[Any]", taken), below, kind.fields)
             del members[key]
             self.add(_safe(named), key if key in hints else "other")
 
@@ -236,10 +237,13 @@ def _read(values: list[object], readings: Mapping[str, Reading], path: str) -> N
             values[index] = value if served is None else served
 
 
-def _refusal(key: str, taken: tuple[Any, ...], path: str) -> InvalidRequest:
+def _refusal(
+    key: str, taken: tuple[Any, ...], path: str, fields: Collection[str]
+) -> InvalidRequest:
     others = " or ".join(msgspec.json.encode(value).decode() for value in taken)
     only = f"; leave it out, or send {others}" if others else ""
-    return InvalidRequest(f"{key} is not supported{only}", param=path)
+    instead = successor(key, fields)
+    return InvalidRequest(f"{key} is not supported{instead or only}", param=path)
 
 
 def _safe(name: str) -> str:

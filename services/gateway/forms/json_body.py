@@ -14,6 +14,7 @@ import numpy as np
 
 from services.common.errors import InvalidRequest, PayloadTooLarge
 from services.gateway.forms.ignored import Ignored
+from services.gateway.forms.successors import refused_part, successor
 
 Decoded = TypeVar("Decoded")
 Body = bytes | bytearray
@@ -21,6 +22,7 @@ Body = bytes | bytearray
 _NO_JSON = "the body is not valid JSON"
 _WHERE = re.compile(r" - at (?:`key` in )?`\$(?:\.)?(.*)`$", re.DOTALL)
 _FIELD = re.compile(r"(?:unknown|required) field `(.*)`$", re.DOTALL)
+_VALUE = re.compile(r"Invalid value '(.*)'", re.DOTALL)
 # Most bytes of a body, not counting its images.
 MAX_JSON_BYTES = 4 << 20
 # The parser holds the interpreter lock, so every other request waits meanwhile. A body with this
@@ -104,6 +106,7 @@ class Parser(Generic[Decoded]):
         self, kind: type[Decoded], check: Callable[[Decoded], None] = lambda _: None
     ) -> None:
         self._decoder = msgspec.json.Decoder(kind)
+        self._fields = frozenset(getattr(kind, "__struct_fields__", ()))
         self._check = check
 
     def __call__(self, body: Body, ignored: Ignored | None = None) -> Decoded:
@@ -131,7 +134,11 @@ class Parser(Generic[Decoded]):
             where = _WHERE.search(detail)
             message, param = (detail[: where.start()], where[1]) if where else (detail, "")
             if field := _FIELD.search(message):
+                if not param and "unknown" in field[0]:
+                    message += successor(field[1], self._fields)
                 param = f"{param}.{field[1]}" if param else field[1]
+            elif part := _VALUE.fullmatch(message):
+                message = refused_part(part[1]) or message
             raise InvalidRequest(message[:300], param=param[:200] or None) from None
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise InvalidRequest(_NO_JSON) from None

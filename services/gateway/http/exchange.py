@@ -31,6 +31,7 @@ from services.gateway.forms.error_answers import (
     messages_error,
 )
 from services.gateway.forms.responses import encode_json
+from services.gateway.http.unserved_paths import explain
 from services.gateway.tenancy.request_memory import RequestMemory
 
 log = logging.getLogger(__name__)
@@ -236,7 +237,8 @@ def error_response(scope: Scope, error: Exception) -> JsonResponse:
                 headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1)))
         case HTTPException(status_code=status):
             code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
-            body = error_body(error.detail, kind="invalid_request_error", code=code)
+            message = explain(scope["path"]) if status == 404 else error.detail
+            body = error_body(message, kind="invalid_request_error", code=code)
             headers |= error.headers or {}
         case _:
             status = 500

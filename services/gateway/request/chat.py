@@ -245,7 +245,9 @@ class ChatService:
             ModelNotFound: the request names a model that is not served.
         """
         if name is not None and name not in self.model_names:
-            raise ModelNotFound(f"the model {name[:100]!r} does not exist", param="model")
+            served = ", ".join(self.model_names)
+            message = f"the model {name[:100]!r} does not exist; this gateway serves {served}"
+            raise ModelNotFound(message, param="model")
 
     def max_model_len(self) -> int | None:
         """Returns the context length of the decoders. None if no decoder is healthy."""
