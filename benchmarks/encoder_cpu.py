@@ -131,7 +131,7 @@ class Observer:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the processes used while the row's concurrency was in flight.
+    """CPU times of the processes while the row's concurrency was in flight.
 
     Attributes:
         first: reading at the start of the interval.

@@ -27,6 +27,7 @@ import uvloop
 
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import EmbeddingSpec
+from services.common.embeddings.store import EmbeddingStore, Tier
 from services.common.geometry import Geometry, Unit
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
@@ -50,9 +51,10 @@ from services.encoder.front.admission import Admission
 from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings
 from services.encoder.front.engine_client import EngineClient
-from services.encoder.front.memory_tier import MemoryTier
 from services.encoder.front.probe_queue import ProbeQueue
 from services.encoder.front.service import EncoderServicer
+from services.encoder.front.source_store import SourceStore, Work
+from services.encoder.front.tower_tier import TowerTier
 from services.encoder.front.uploaded_files import UploadedFiles
 from services.encoder.front.video_store import VideoStore
 from services.encoder.metrics import EncoderMetrics
@@ -118,17 +120,13 @@ async def serve(num_tokens: int, link: Link) -> None:
     arena = Arena(_NUM_SLOTS * num_tokens * _TOKEN_BYTES)
     values = np.random.default_rng(0).standard_normal(arena.size_bytes // 2, np.float32)
     np.frombuffer(arena.memory, np.uint16)[:] = values.view(np.uint32) >> 16
-    like, memory, metrics = (
-        EmbeddingSpec("bfloat16", 4, 0, 2048),
-        MemoryTier(arena),
-        EncoderMetrics(),
-    )
-    client = EngineClient(cast(Any, InstantEngine()), memory, metrics)
+    like, metrics = EmbeddingSpec("bfloat16", 4, 0, 2048), EncoderMetrics()
+    client = EngineClient(cast(Any, InstantEngine()), metrics)
     geometry = Geometry(0, 16, 1, 1, 1 << 30)
-    embeddings = Embeddings(
-        like=like, geometry=geometry, memory=memory, engine=client, redis=None,
-        metrics=metrics, admission=Admission(1 << 20),
-    )  # fmt: skip
+    sources = SourceStore(256 << 20)
+    tiers: list[Tier[Work]] = [TowerTier(client, Admission(1 << 20), metrics, sources)]
+    store = EmbeddingStore(arena, tiers, metrics.hits, metrics.misses)
+    embeddings = Embeddings(like=like, geometry=geometry, store=store, sources=sources)
     running = asyncio.create_task(client.run())
     description = pb.DescribeEncoderResponse(key_prefix=_PREFIX, max_image_patches=1 << 20)
     servicer = EncoderServicer(
@@ -136,7 +134,7 @@ async def serve(num_tokens: int, link: Link) -> None:
         embeddings,
         metrics,
         VideoStore(ProbeQueue(ClipPool(1, memory_bytes=0), 1), max_bytes=1 << 20),
-        ClientEmbeddings(memory, embeddings),
+        ClientEmbeddings(embeddings),
         UploadedFiles(None),
         takes_videos=False,
         max_read_bytes=256 << 20,

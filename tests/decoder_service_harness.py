@@ -10,6 +10,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from services.common.embeddings.arena import Arena
+from services.common.embeddings.store import EmbeddingStore, Tier
 from services.common.pb import decoder_pb2 as pb
 from services.common.process import children
 from services.common.tenancy.tenant_capacity import TenantCapacity
@@ -19,7 +20,8 @@ from services.decoder.front.front import DecoderFront, max_sequences
 from services.decoder.front.outbox import MAX_QUEUED_BYTES
 from services.decoder.front.service import DecoderServicer
 from services.decoder.images.embedding_fetch import EncoderFetcher
-from services.decoder.images.embeddings import EmbeddingSource
+from services.decoder.images.embedding_source import EmbeddingSource
+from services.decoder.images.encoders_tier import EncodersTier, Fetch
 from services.decoder.input_listener import InputListener
 from services.decoder.masks.messages import MaskSettings
 from services.decoder.masks.processes import MaskProcesses
@@ -107,9 +109,10 @@ class Decoder:
         self.registry = CollectorRegistry()
         self.metrics = metrics = DecoderMetrics(self.registry)
         self.arena = Arena(arena_pages * 4096)
-        self.source = EmbeddingSource(
-            self.arena, EncoderFetcher(), None, metrics, standstill_s=timeout_s
-        )
+        self.fetcher = EncoderFetcher()
+        tiers: list[Tier[Fetch]] = [EncodersTier(self.fetcher, metrics)]
+        store = EmbeddingStore(self.arena, tiers, metrics.hits, metrics.misses)
+        self.source = EmbeddingSource(store, metrics, standstill_s=timeout_s)
         self.launcher = Launcher()
         masks = NoMasks()
         if model_directory is not None:

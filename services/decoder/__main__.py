@@ -12,7 +12,9 @@ from prometheus_client import CollectorRegistry
 
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding_cache import RedisCache
+from services.common.embeddings.redis_tier import RedisTier
 from services.common.embeddings.shared_memory import PAGE_BYTES
+from services.common.embeddings.store import EmbeddingStore, Tier
 from services.common.families import read_spec
 from services.common.families.keys import unknown_keys
 from services.common.model_spec import ModelSpec
@@ -31,7 +33,8 @@ from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
 from services.decoder.front.front import DecoderFront, max_sequences
 from services.decoder.front.service import DecoderServicer
 from services.decoder.images.embedding_fetch import EncoderFetcher
-from services.decoder.images.embeddings import EmbeddingSource
+from services.decoder.images.embedding_source import EmbeddingSource
+from services.decoder.images.encoders_tier import EncodersTier, Fetch
 from services.decoder.images.known_encoders import KnownEncoders
 from services.decoder.masks.messages import MaskSettings
 from services.decoder.masks.processes import MaskProcesses
@@ -103,7 +106,12 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
         metrics = DecoderMetrics(registry)
         metrics.engine = engine
         fetcher = EncoderFetcher(credentials=credentials, known=KnownEncoders(settings.encoders))
-        source = EmbeddingSource(arena, fetcher, cache, metrics)
+        # The tiers of the embedding cache after the arena, in the order in which they are asked.
+        tiers: list[Tier[Fetch]] = [EncodersTier(fetcher, metrics)]
+        if cache is not None:
+            tiers.insert(0, RedisTier(cache))
+        store = EmbeddingStore(arena, tiers, metrics.hits, metrics.misses)
+        source = EmbeddingSource(store, metrics)
         for key in unknown_keys(settings.model):
             log.warning("%s is an unknown key of the checkpoint and has no effect", key)
         mask_settings = MaskSettings(

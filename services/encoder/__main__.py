@@ -12,6 +12,7 @@ from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import ITEM_BYTES, EmbeddingSpec
 from services.common.embeddings.embedding_cache import RedisCache
 from services.common.embeddings.fetch_wire import DTYPES
+from services.common.embeddings.store import EmbeddingStore, Tier
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, VisionSpec
 from services.common.pb import encoder_pb2 as pb
@@ -31,10 +32,11 @@ from services.encoder.front.admission import Admission
 from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings
 from services.encoder.front.engine_client import EngineClient
-from services.encoder.front.memory_tier import MemoryTier
 from services.encoder.front.probe_queue import ProbeQueue
-from services.encoder.front.redis_tier import RedisTier
+from services.encoder.front.redis_tier import WritableRedisTier
 from services.encoder.front.service import EncoderServicer
+from services.encoder.front.source_store import SourceStore, Work
+from services.encoder.front.tower_tier import TowerTier
 from services.encoder.front.uploaded_files import MAX_BYTES, UploadedFiles
 from services.encoder.front.video_store import VideoStore
 from services.encoder.metrics import EncoderMetrics
@@ -43,6 +45,8 @@ from services.encoder.settings import EncoderSettings
 # Files of images in work, which front and engine both hold, and as many that arrive: a sixteenth of
 # the pod's memory, and at least one image of the largest size that a call may have.
 _QUEUED_SHARE, _MIN_QUEUED_BYTES = 16, 64 << 20
+# Bytes of the files that are stored in case their embeddings are needed again.
+_MAX_SOURCES_BYTES = 256 << 20
 _MAX_IMAGE_PATCHES = 1 << 20  # before merging
 _MAX_QUEUED_PATCHES = 1 << 21  # refused at once beyond; a clip of a minute has 48,000
 # Bytes of the stored files of videos: a sixteenth of the pod's memory.
@@ -59,10 +63,9 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
         metrics: the encoder's metrics.
         servicer: the encoder's gRPC methods.
         engine: client of the engine process.
-        embeddings: embeddings that are stored or computed now.
-        memory: the embeddings in the arena.
+        store: embeddings that are stored or computed now.
         cache: Redis. None if the settings name none.
-        redis: the embeddings in Redis. None without `cache`.
+        redis: tier of the embeddings in Redis. None without `cache`.
         videos: files of videos that clients have sent.
     """
 
@@ -71,17 +74,15 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
         metrics: EncoderMetrics,
         servicer: EncoderServicer,
         engine: EngineClient,
-        embeddings: Embeddings,
-        memory: MemoryTier,
+        store: EmbeddingStore[Work],
         cache: RedisCache | None,
-        redis: RedisTier | None,
+        redis: WritableRedisTier | None,
         videos: VideoStore,
     ) -> None:
         self.registry = metrics.registry
         self.servicer = self._encoder_servicer = servicer
         self._engine = engine
-        self._embeddings = embeddings
-        self._memory = memory
+        self._store = store
         self._cache = cache
         self._redis = redis
         self._videos = videos
@@ -102,27 +103,29 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
     ) -> Self:
         metrics = EncoderMetrics()
         metrics.silence.set_function(lambda: engine.silence_s)
-        memory = MemoryTier(arena)
-        client = EngineClient(engine.channel, memory, metrics)
+        metrics.cache_bytes.set_function(lambda: arena.used_bytes)
+        client = EngineClient(engine.channel, metrics)
         fingerprint = await served_fingerprint(settings)
         cache = await connect_redis(settings, fingerprint, "encoder", metrics.registry)
-        redis = RedisTier(cache, memory, metrics.redis_writes_dropped) if cache else None
+        redis = WritableRedisTier(cache, arena, metrics.redis_writes_dropped) if cache else None
         vision = read_spec(settings.model).vision_part
         max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)
+        sources = SourceStore(min(_MAX_SOURCES_BYTES, max_bytes))
+        admission = Admission(_MAX_QUEUED_PATCHES)
+        tower = TowerTier(client, admission, metrics, sources, max_queued_bytes=max_bytes)
+        # The tiers of the embedding cache after the arena, in the order in which they are asked.
+        tiers: list[Tier[Work]] = [redis, tower] if redis else [tower]
+        store = EmbeddingStore(arena, tiers, metrics.hits, metrics.misses)
         embeddings = Embeddings(
             like=EmbeddingSpec(ready.dtype, ready.num_features, 0, ready.hidden),
             geometry=vision.geometry,
-            memory=memory,
-            engine=client,
-            redis=redis,
-            admission=Admission(_MAX_QUEUED_PATCHES),
-            metrics=metrics,
-            max_queued_bytes=max_bytes,
+            store=store,
+            sources=sources,
         )
         max_stored = memory_limit_bytes() // _VIDEO_SHARE
         pool = ClipPool(_PROBES, memory_bytes=_PROBES * PROBE_BYTES)
         videos = VideoStore(ProbeQueue(pool, _PROBES), min(_MAX_VIDEO_BYTES, max_stored))
-        client_embeddings = ClientEmbeddings(memory, embeddings)
+        client_embeddings = ClientEmbeddings(embeddings)
         files = UploadedFiles(cache, min(MAX_BYTES, max_stored))
         servicer = EncoderServicer(
             describe(ready, settings, vision, fingerprint),
@@ -134,7 +137,7 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
             takes_videos=vision.video is not None,
             max_read_bytes=max_bytes,
         )
-        return cls(metrics, servicer, client, embeddings, memory, cache, redis, videos)
+        return cls(metrics, servicer, client, store, cache, redis, videos)
 
     @property
     def is_busy(self) -> bool:
@@ -148,13 +151,13 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
         await server.stop(_FAILED_CALLS_GRACE_S)
         if self._redis is not None:
             await self._redis.drain(_WRITES_GRACE_S if grace_s else 0.0)
-        await self._embeddings.close()
+        await self._store.close()
 
     async def close(self) -> None:
         if self._cache is not None:
             await self._cache.close()
         await asyncio.to_thread(self._videos.close)
-        await self._memory.close()
+        await self._store.unmap()
 
 
 def describe(

@@ -44,8 +44,13 @@ class EncoderMetrics:
         self.shared_fetches = counter(
             "shared_fetches", "Embeddings that a decoder read from shared memory."
         )
-        self.memory_lookups = counter(
-            "memory_lookups", "Lookups in the arena, by outcome: hit, miss.", "outcome"
+        self.hits = counter(
+            "embedding_cache_hits",
+            "Embeddings obtained, by tier: memory, redis, tower, joined (another encode).",
+            "tier",
+        )
+        self.misses = counter(
+            "embedding_cache_misses", "Embeddings not found, by tier: memory, redis.", "tier"
         )
         self.redis_writes_dropped = counter(
             "redis_writes_dropped", "Embeddings not written to Redis."

@@ -13,6 +13,7 @@ from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.embeddings.embedding_cache import RedisCache
 from services.common.embeddings.fetch_wire import DTYPES
+from services.common.embeddings.store import EmbeddingStore, Tier
 from services.common.geometry import Geometry, Unit
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
@@ -34,10 +35,11 @@ from services.encoder.front.admission import Admission
 from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings
 from services.encoder.front.engine_client import EngineClient
-from services.encoder.front.memory_tier import MemoryTier
 from services.encoder.front.probe_queue import ProbeQueue
-from services.encoder.front.redis_tier import RedisTier
+from services.encoder.front.redis_tier import WritableRedisTier
 from services.encoder.front.service import EncoderServicer
+from services.encoder.front.source_store import SourceStore, Work
+from services.encoder.front.tower_tier import TowerTier
 from services.encoder.front.uploaded_files import UploadedFiles
 from services.encoder.front.video_store import VideoStore
 from services.encoder.metrics import EncoderMetrics
@@ -142,10 +144,11 @@ class Pod:
 
     engine: FakeEngine
     embeddings: Embeddings
-    memory: MemoryTier
+    store: EmbeddingStore[Work]
+    admission: Admission
     metrics: EncoderMetrics
     cache: RedisCache | None
-    redis: RedisTier | None
+    redis: WritableRedisTier | None
     servicer: EncoderServicer
     stub: EncoderStub
     channel: grpc.aio.Channel
@@ -223,19 +226,20 @@ async def run_pod(
 ) -> AsyncIterator[Pod]:
     arena = Arena(arena_bytes)
     engine = FakeEngine(arena)
-    memory = MemoryTier(arena, min_streamed_bytes=1 << 20, report_s=report_s)
     metrics = EncoderMetrics()
-    client = EngineClient(engine, memory, metrics)
+    client = EngineClient(engine, metrics, min_streamed_bytes=1 << 20)
     cache = redis = None
     if redis_url:
         cache = RedisCache(redis_url, ttl_s=60, timeout_s=redis_timeout_s, service="encoder")
-        redis = RedisTier(cache, memory, metrics.redis_writes_dropped)
+        redis = WritableRedisTier(cache, arena, metrics.redis_writes_dropped)
         metrics.registry.register(cache)
+    admission, sources = Admission(max_queued_patches), SourceStore(max_sources_bytes)
+    tower = TowerTier(client, admission, metrics, sources)
+    tiers: list[Tier[Work]] = [redis, tower] if redis else [tower]
+    store = EmbeddingStore(arena, tiers, metrics.hits, metrics.misses)
     embeddings = Embeddings(
-        like=LIKE, geometry=GEOMETRY, memory=memory, engine=client, redis=redis,
-        metrics=metrics, admission=Admission(max_queued_patches),
-        max_sources_bytes=max_sources_bytes,
-    )  # fmt: skip
+        like=LIKE, geometry=GEOMETRY, store=store, sources=sources, report_s=report_s
+    )
     running = asyncio.create_task(client.run())
     description = pb.DescribeEncoderResponse(
         model_name="tiny", key_prefix=PREFIX, dtype=DTYPES[LIKE.dtype],
@@ -243,7 +247,7 @@ async def run_pod(
     )  # fmt: skip
     pool = cast("ClipPool", clips or ClipPool(1, memory_bytes=0))
     videos = VideoStore(ProbeQueue(pool, max_probes), max_bytes=1 << 30)
-    client_embeddings = ClientEmbeddings(memory, embeddings)
+    client_embeddings = ClientEmbeddings(embeddings)
     servicer = EncoderServicer(
         description, embeddings, metrics, videos, client_embeddings, files or UploadedFiles(cache),
         takes_videos=takes_videos, max_read_bytes=max_read_bytes,
@@ -255,7 +259,17 @@ async def run_pod(
     stub = EncoderStub(channel)
     try:
         yield Pod(
-            engine, embeddings, memory, metrics, cache, redis, servicer, stub, channel, address
+            engine,
+            embeddings,
+            store,
+            admission,
+            metrics,
+            cache,
+            redis,
+            servicer,
+            stub,
+            channel,
+            address,
         )
     finally:
         await channel.close()
@@ -263,10 +277,10 @@ async def run_pod(
         if redis is not None:
             await redis.drain(1.0)
         await asyncio.to_thread(videos.close)
-        await embeddings.close()
+        await store.close()
         engine.die()
         await running
         if cache is not None:
             await cache.close()
         await asyncio.sleep(0)
-        await memory.close()
+        await store.unmap()

@@ -6,7 +6,7 @@ Prints its address; encodes whatever it is asked for. FAULT `hang` never knows a
 import asyncio
 import sys
 
-from services.encoder.front.memory_tier import MemoryTier
+from services.common.embeddings.embedding_write import Digests
 from tests.contract.encoder_pod import run_pod
 
 
@@ -23,5 +23,5 @@ async def hang(*_: object) -> bytes:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["hang"]:
-        MemoryTier.digest_of = hang  # type: ignore[method-assign]
+        Digests.of = hang  # type: ignore[method-assign]
     asyncio.run(serve())

@@ -121,7 +121,7 @@ async def test_a_foreign_encoder_is_not_dialled(caplog):
     canary = await asyncio.start_server(lambda *_: dialled.set(), "127.0.0.1", 0)
     foreign = f"127.0.0.1:{canary.sockets[0].getsockname()[1]}"
     async with canary, Decoder() as decoder, Gateway(decoder) as gateway:
-        decoder.source.fetcher.known = KnownEncoders([decoder.encoder_address])
+        decoder.fetcher.known = KnownEncoders([decoder.encoder_address])
         for number in (1, 2):
             image = image_of(decoder, 0, 3)
             image.encoder_address = foreign

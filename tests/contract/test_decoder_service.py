@@ -557,6 +557,6 @@ async def test_nothing_is_left_after_a_storm():
         # What was cancelled ends a few turns of the loop later.
         await until(lambda: not decoder.front.num_streams)
         await until(lambda: not decoder.front.images.num_fetches)
-        assert not decoder.source.num_writes and not decoder.arena.has_claims
+        assert not decoder.source.store.num_unfinished and not decoder.arena.has_claims
         gc.collect()
         assert not decoder.front.images.num_fetches and not decoder.front.images.num_sequences

@@ -11,7 +11,7 @@ from services.common.geometry import Unit
 from services.common.pb import encoder_pb2 as pb
 from services.decoder.images.embedding_fetch import EncoderFailed
 from services.encoder.engine.messages import Source
-from services.encoder.front.embeddings import Work
+from services.encoder.front.source_store import Work
 from tests.cases import cases
 from tests.contract.encoder_pod import Pod, key_of
 from tests.contract.test_embedding_transport import (
@@ -56,7 +56,7 @@ async def test_a_feature_is_sent_while_the_next_is_computed(pod: Pod, *, shared_
         assert (await encoding).source == pb.EncodeResponse.SOURCE_COMPUTED
         assert first.fetched_bytes("shm" if shared_memory else "grpc") == SPEC.size_bytes
     await until(lambda: is_unreferenced(pod))
-    assert not pod.memory.num_partial
+    assert not pod.store.num_unfinished
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -73,8 +73,8 @@ async def test_an_encode_that_fails_midway_is_unavailable(pod: Pod, *, shared_me
         with pytest.raises(grpc.aio.AioRpcError):
             await encoding
         assert reader.arena.used_bytes == 0
-        await until(lambda: pod.memory.arena.used_bytes == 0)
-        assert not pod.memory.num_partial
+        await until(lambda: pod.store.arena.used_bytes == 0)
+        assert not pod.store.num_unfinished
         pod.engine.late_errors.clear()
         await pod.encode(b"image", GRID)
         assert await reader.get(b"image", pod.address) == pod.expected(b"image", GRID)
@@ -107,8 +107,8 @@ async def test_an_encode_without_waiters_is_cancelled_after_a_feature(pod: Pod):
         await asyncio.gather(getting, return_exceptions=True)
     await until(lambda: bool(pod.engine.cancelled))
     pod.engine.feature_gate.set()
-    await until(lambda: pod.memory.arena.used_bytes == 0)
-    assert not pod.memory.num_partial
+    await until(lambda: pod.store.arena.used_bytes == 0)
+    assert not pod.store.num_unfinished
 
 
 async def test_a_reader_that_is_cancelled_twice_holds_nothing(pod: Pod):
@@ -119,7 +119,7 @@ async def test_a_reader_that_is_cancelled_twice_holds_nothing(pod: Pod):
 
     async def read() -> None:
         async with pod.embeddings.reading(key_of(b"image", GRID), 10.0) as held:
-            assert held.work is not None
+            assert held.lookup is not None
             entered.set()
             await asyncio.Event().wait()
 
@@ -142,11 +142,11 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
     """After each number of turns of the event loop: memory that has been released is another
     image's.
     """
-    arena = pod.memory.arena
+    arena = pod.store.arena
     pod.engine.feature_gate.clear()
     pod.engine.late_errors[b"image"] = ("internal_error", "made to fail")
     encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, Work(Source(b"image"), Unit(GRID))))
-    await until(lambda: bool(pod.memory.num_partial))
+    await until(lambda: bool(pod.store.num_unfinished))
 
     async def read() -> None:
         async with pod.embeddings.reading(KEY, 0.05) as reading:
@@ -162,7 +162,7 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
     with pytest.raises(TriptychError, match="made to fail"):
         await encoding
     await until(lambda: len(arena) == 0)
-    assert arena.used_bytes == 0 and not pod.memory.num_partial
+    assert arena.used_bytes == 0 and not pod.store.num_unfinished
 
 
 async def come_and_go(
@@ -205,7 +205,7 @@ async def test_readers_that_come_and_go_leave_nothing_behind(pod: Pod):
     assert min(outcomes.values()) > cases(3, 10)
     for each in readers:
         await each.source.close()
-        assert not each.source.num_writes
+        assert not each.source.store.num_unfinished
         assert all(entry.references == 0 for entry in each.arena.entries)
     await until(lambda: is_unreferenced(pod))
-    assert not pod.memory.num_partial and not pod.embeddings.keys_in_flight
+    assert not pod.store.num_unfinished and not pod.store.keys_in_lookup

@@ -13,10 +13,12 @@ from prometheus_client import CollectorRegistry
 
 from services.common.embeddings.arena import Arena, ArenaEntry
 from services.common.embeddings.shared_memory import host_identity
+from services.common.embeddings.store import EmbeddingStore, Tier
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import create_channel
 from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
-from services.decoder.images.embeddings import EmbeddingSource, ImageRequest
+from services.decoder.images.embedding_source import EmbeddingSource, ImageRequest
+from services.decoder.images.encoders_tier import EncodersTier, Fetch
 from services.decoder.metrics import DecoderMetrics
 from services.encoder.front import redis_tier
 from tests.contract.encoder_pod import LIKE, Pod, embedding_of, key_of, run_pod
@@ -36,7 +38,9 @@ class Reader:
         self.registry = CollectorRegistry()
         self.fetcher = EncoderFetcher(shared_memory=shared_memory, host=host or host_identity())
         metrics = DecoderMetrics(self.registry)
-        self.source = EmbeddingSource(self.arena, self.fetcher, None, metrics)
+        tiers: list[Tier[Fetch]] = [EncodersTier(self.fetcher, metrics)]
+        store = EmbeddingStore(self.arena, tiers, metrics.hits, metrics.misses)
+        self.source = EmbeddingSource(store, metrics)
 
     async def get(self, image: bytes, address: str) -> bytes:
         """The embedding's bytes; nothing is held afterwards."""
@@ -87,7 +91,7 @@ async def until(condition) -> None:
 
 
 def is_unreferenced(pod: Pod) -> bool:
-    return all(entry.references == 0 for entry in pod.memory.arena.entries)
+    return all(entry.references == 0 for entry in pod.store.arena.entries)
 
 
 def num_shared_fetches(pod: Pod) -> float:
@@ -124,7 +128,7 @@ async def test_memory_that_cannot_be_opened_is_tried_once(
     pod: Pod, reader: Reader, lie: str, caplog: pytest.LogCaptureFixture
 ):
     """Another container, no permission, a pid that was reused."""
-    arena = pod.memory.arena
+    arena = pod.store.arena
     fd = arena.fd
     setattr(arena, lie, {"name": "triptych-other", "fd": 999_999}[lie])
     for image in (b"one", b"two"):
@@ -152,10 +156,10 @@ async def test_a_restarted_encoder_is_read_from_its_new_memory(reader: Reader):
 @pytest.mark.parametrize("place", [0, SPEC.size_bytes // 2, SPEC.size_bytes - 1])
 async def test_shared_bytes_that_are_wrong_are_unavailable(pod: Pod, reader: Reader, place: int):
     await pod.encode(b"image", GRID)
-    entry = pod.memory.arena.get(key_of(b"image", GRID))
+    entry = pod.store.arena.get(key_of(b"image", GRID))
     assert entry is not None
-    await pod.memory.digest_of(entry)
-    pod.memory.arena.memory[entry.offset + place] ^= 1
+    await pod.store.digests.of(entry)
+    pod.store.arena.memory[entry.offset + place] ^= 1
     with pytest.raises(EncoderFailed, match="digest does not match") as failure:
         await reader.get(b"image", pod.address)
     assert failure.value.kind == "corrupt" and failure.value.code == "embedding_unavailable"
@@ -165,9 +169,9 @@ async def test_shared_bytes_that_are_wrong_are_unavailable(pod: Pod, reader: Rea
 
 async def test_shared_values_that_are_not_finite_are_unavailable(pod: Pod, reader: Reader):
     await pod.encode(b"image", GRID)
-    entry = pod.memory.arena.get(key_of(b"image", GRID))
+    entry = pod.store.arena.get(key_of(b"image", GRID))
     assert entry is not None
-    pod.memory.arena.memory[entry.offset : entry.offset + 4] = b"\x00\x00\x80\x7f"
+    pod.store.arena.memory[entry.offset : entry.offset + 4] = b"\x00\x00\x80\x7f"
     with pytest.raises(EncoderFailed, match="not finite"):
         await reader.get(b"image", pod.address)
     assert reader.arena.used_bytes == 0
@@ -186,9 +190,7 @@ async def test_a_reader_that_waits_for_the_encode_is_woken(pod: Pod, reader: Rea
     pod.engine.gate.clear()
     encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
     getting = asyncio.create_task(reader.get(b"image", pod.address))
-    await until(
-        lambda: any(pod.embeddings.num_waiters(k) == 2 for k in pod.embeddings.keys_in_flight)
-    )
+    await until(lambda: any(pod.store.num_waiters(k) == 2 for k in pod.store.keys_in_lookup))
     pod.engine.gate.set()
     assert await getting == pod.expected(b"image", GRID)
     await encoding
@@ -202,9 +204,9 @@ async def test_a_reader_that_names_no_host_gets_no_shared_memory(pod: Pod):
 
 async def test_an_entry_stays_while_it_is_read_and_no_longer(pod: Pod):
     await pod.encode(b"image", GRID)
-    entry = pod.memory.arena.get(key_of(b"image", GRID))
+    entry = pod.store.arena.get(key_of(b"image", GRID))
     assert entry is not None
-    await pod.memory.digest_of(entry)
+    await pod.store.digests.of(entry)
     await until(lambda: entry.references == 0)
     request = pb.FetchRequest(image_key=entry.key, reader_host=host_identity())
     call = pod.stub.Fetch(request, timeout=PATIENCE_S)
@@ -305,7 +307,7 @@ async def test_an_encoder_that_dies_while_it_is_read_is_unavailable(reader: Read
         assert failure.value.encoder_address == address and failure.value.kind == "unavailable"
         # The memory of the dead encoder is unmapped.
         assert fetcher.num_channels == 1 and fetcher.memory_of(address) is None
-    assert reader.arena.used_bytes == 0 and not reader.source.num_writes
+    assert reader.arena.used_bytes == 0 and not reader.source.store.num_unfinished
     async with encoder_process() as (_, address):
         await encode_at(address, b"image")
         assert await reader.get(b"image", address) == embedding_of(b"image", SPEC)
@@ -313,7 +315,7 @@ async def test_an_encoder_that_dies_while_it_is_read_is_unavailable(reader: Read
 
 async def test_a_decoder_that_dies_holds_no_entry(pod: Pod):
     await pod.encode(b"image", GRID)
-    entry = pod.memory.arena.get(key_of(b"image", GRID))
+    entry = pod.store.arena.get(key_of(b"image", GRID))
     assert entry is not None
     process, line = await start("-c", READ_AND_HANG, pod.address, entry.key.hex())
     assert line == "read"

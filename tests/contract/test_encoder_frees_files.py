@@ -13,7 +13,7 @@ import pytest
 
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import outgoing_metadata
-from services.encoder.front.embeddings import Work
+from services.encoder.front.source_store import Work
 from services.encoder.front.uploaded_files import UploadedFiles
 from tests.contract.encoder_pod import Pod, run_pod
 from tests.decoder_service_harness import until

@@ -101,14 +101,14 @@ async def test_an_embedding_is_what_its_client_has_brought(pod: Pod) -> None:
 async def test_an_embedding_is_counted_until_it_is_written() -> None:
     async with run_pod(max_read_bytes=100 << 10) as pod:
         spec = replace(pod.embeddings.spec_of(GRID), num_tokens=1 << 14)
-        everything = pod.memory.arena.try_reserve(b"r" * 32, spec)
+        everything = pod.store.arena.try_reserve(b"r" * 32, spec)
         assert everything is not None
         request = brought(save({"e": TENSOR}))
         size = outgoing_metadata(request.ByteSize())
         waiting = asyncio.ensure_future(pod.stub.Encode(request, metadata=size))
-        await until(lambda: pod.memory.arena.has_claims)
+        await until(lambda: pod.store.arena.has_claims)
         assert pod.servicer.messages.num_bytes == request.ByteSize()
-        pod.memory.arena.release(everything)
+        pod.store.arena.release(everything)
         assert (await waiting).num_tokens == 16
         await until(lambda: not pod.servicer.messages.num_bytes)
 
@@ -127,4 +127,4 @@ async def test_an_embedding_stands_under_no_images_name(pod: Pod) -> None:
         (brought(file, frames=pb.FramePair()), errors.InvalidRequest),
     ):
         assert isinstance(await failure(pod.stub.Encode(request)), kind)
-    assert pod.memory.arena.used_bytes == 0
+    assert pod.store.arena.used_bytes == 0

@@ -157,9 +157,9 @@ async def test_followers_outlive_the_leader(pod: Pod) -> None:
     leader = pod.encode(b"image")
     await until(lambda: pod.engine.jobs)
     follower = asyncio.ensure_future(pod.encode(b"image"))
-    await until(lambda: pod.embeddings.num_waiters(key_of(b"image")) == 2)
+    await until(lambda: pod.store.num_waiters(key_of(b"image")) == 2)
     leader.cancel()
-    await until(lambda: pod.embeddings.num_waiters(key_of(b"image")) == 1)
+    await until(lambda: pod.store.num_waiters(key_of(b"image")) == 1)
     pod.engine.gate.set()
     assert (await follower).source == Response.SOURCE_JOINED
     assert len(pod.engine.jobs) == 1 and not pod.engine.cancelled
@@ -170,12 +170,12 @@ async def test_a_job_without_waiters_is_cancelled(pod: Pod) -> None:
     calls = [pod.encode(b"image"), pod.encode(b"image")]
     fetching = asyncio.create_task(pod.fetch(b"image"))
     await until(lambda: bool(pod.engine.jobs))
-    await until(lambda: pod.embeddings.num_waiters(key_of(b"image")) == 3)
+    await until(lambda: pod.store.num_waiters(key_of(b"image")) == 3)
     for call in calls:
         call.cancel()
     fetching.cancel()
     await until(lambda: pod.engine.cancelled == {pod.engine.jobs[0].job_id})
-    await until(lambda: pod.memory.arena.used_bytes == 0)
+    await until(lambda: pod.store.arena.used_bytes == 0)
     # A new caller starts a new encode.
     pod.engine.gate.set()
     assert (await pod.encode(b"image")).source == Response.SOURCE_COMPUTED
@@ -188,9 +188,9 @@ async def test_a_bad_image_fails_alone(pod: Pod) -> None:
     assert isinstance(bad, errors.InvalidImage)
     assert good.source == Response.SOURCE_COMPUTED
     assert (
-        pod.memory.arena.used_bytes
-        == pod.memory.arena.view(  # the bad one's room is free
-            pod.memory.arena.get(key_of(b"good"))  # type: ignore[arg-type]
+        pod.store.arena.used_bytes
+        == pod.store.arena.view(  # the bad one's room is free
+            pod.store.arena.get(key_of(b"good"))  # type: ignore[arg-type]
         ).nbytes
     )
 
@@ -211,7 +211,7 @@ async def test_fetch_of_a_failing_image_fails(
     encoding = asyncio.ensure_future(failure(pod.encode(b"bad")))
     await until(lambda: pod.engine.jobs)
     fetching = asyncio.ensure_future(failure(pod.fetch(b"bad")))
-    await until(lambda: pod.embeddings.num_waiters(key_of(b"bad")) == 2)
+    await until(lambda: pod.store.num_waiters(key_of(b"bad")) == 2)
     pod.engine.gate.set()
     assert (await encoding).code == code
     assert type(await fetching) is kind
@@ -308,8 +308,8 @@ async def test_calls_that_wait_for_an_encode_keep_no_message(pod: Pod) -> None:
     tracemalloc.start()
     try:
         joined = [asyncio.ensure_future(pod.encode(image)) for _ in range(joins)]
-        (key,) = pod.embeddings.keys_in_flight
-        await until(lambda: pod.embeddings.num_waiters(key) == 1 + joins)
+        (key,) = pod.store.keys_in_lookup
+        await until(lambda: pod.store.num_waiters(key) == 1 + joins)
         # The clients keep what they have sent.
         assert tracemalloc.get_traced_memory()[0] < (1 + joins) * len(image)
     finally:
@@ -359,7 +359,7 @@ async def test_a_part_of_the_queue_is_for_tenants_with_less_than_their_share() -
         pod.engine.gate.set()
         await asyncio.gather(*running)
         assert (await pod.encode(b"third", tenant="a")).source == Response.SOURCE_COMPUTED
-        assert pod.embeddings.num_patches == 0
+        assert pod.admission.num_patches == 0
         request = pb.EncodeRequest(
             image_key=key_of(b"x", GRID), image=b"x", grid=pb.Grid(t=1, h=8, w=8),
             tenant_weight=-1.0,
@@ -538,7 +538,7 @@ async def test_a_corrupt_entry_costs_one_encode(redis_server: RedisServer) -> No
 async def test_what_is_read_from_redis_is_there_for_its_reader(redis_server: RedisServer) -> None:  # noqa: F811
     """Though others wait for its room: it was evicted before, and read again and again."""
     async with run_pod(redis_server.url, arena_bytes=8 << 10) as pod:  # room for one
-        claims = pod.memory.arena._claims
+        claims = pod.store.arena._claims
         await pod.encode(b"evicted")
         await pod.flush_writes()
         pod.engine.gate.clear()

@@ -120,16 +120,20 @@ class Arena:
         """Returns whether callers wait for memory."""
         return bool(self._claims)
 
-    def get(self, key: bytes) -> ArenaEntry | None:
-        """Returns the committed entry of a key, or None. The entry becomes the most recently used.
+    def find(self, key: bytes) -> ArenaEntry | None:
+        """Returns the entry of a key, committed or not, or None. The entry becomes the most
+        recently used.
 
         The caller must `acquire` the entry before it yields to the event loop.
         """
-        entry = self._entries.get(key)
-        if entry is None or not entry.committed:
-            return None
-        self._entries.move_to_end(key)
+        if (entry := self._entries.get(key)) is not None:
+            self._entries.move_to_end(key)
         return entry
+
+    def get(self, key: bytes) -> ArenaEntry | None:
+        """Returns the committed entry of a key, as `find` does, or None."""
+        entry = self.find(key)
+        return entry if entry is not None and entry.committed else None
 
     def try_reserve(self, key: bytes, spec: EmbeddingSpec) -> ArenaEntry | None:
         """Reserves a range for an embedding and evicts unreferenced entries for it, the least

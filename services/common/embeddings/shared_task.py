@@ -1,7 +1,7 @@
 """A task that is run once although several callers want its result ("single flight").
 
-The encoder's encodes and the decoder's fetches are such tasks. The caller keeps the table from keys
-to tasks.
+The lookups of `EmbeddingStore` and the probes of videos are such tasks. The caller keeps the table
+from keys to tasks.
 """
 
 import asyncio
@@ -31,10 +31,29 @@ class SharedTask(Generic[Result]):
 
     @property
     def is_abandoned(self) -> bool:
-        """Returns whether the last waiter left before the task ended, so that the task is being
-        cancelled. A new caller needs a new task.
+        """Returns whether the task was cancelled before it ended, for instance because its last
+        waiter left. A new caller needs a new task.
         """
         return self._is_abandoned
+
+    def cancel(self) -> None:
+        """Cancels the task once, although callers may wait for it."""
+        if not self._is_abandoned:
+            self._is_abandoned = True
+            self.task.cancel()
+
+    async def ended(self) -> None:
+        """Waits until the task has ended, in whatever way. A cancelled caller still waits, because
+        the task uses memory that the caller is about to use.
+        """
+        is_cancelled = False
+        while not self.task.done():
+            try:
+                await asyncio.wait((self.task,))
+            except asyncio.CancelledError:
+                is_cancelled = True
+        if is_cancelled:
+            raise asyncio.CancelledError
 
     def join(self) -> "asyncio.Future[Result]":
         """Returns a future of the result for one more waiter. If the waiter cancels the future, the
@@ -49,8 +68,7 @@ class SharedTask(Generic[Result]):
         retrieve_exception(joined)
         self.num_waiters -= 1
         if self.num_waiters == 0 and not self.task.done():
-            self._is_abandoned = True
-            self.task.cancel()
+            self.cancel()
 
 
 def retrieve_exception(done: "asyncio.Future[Result]") -> None:

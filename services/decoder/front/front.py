@@ -50,7 +50,7 @@ from services.decoder.front.outbox import MAX_QUEUED_BYTES, Outbox
 from services.decoder.front.submission import read_submit
 from services.decoder.front.token_ids import INT_BYTES
 from services.decoder.images.embedding_fetch import EncoderFailed
-from services.decoder.images.embeddings import EmbeddingSource, ImageRequest
+from services.decoder.images.embedding_source import EmbeddingSource, ImageRequest
 from services.decoder.images.sequence_images import SequenceImages
 from services.decoder.input_listener import InputListener
 from services.decoder.masks.processes import MaskProcesses
@@ -156,7 +156,7 @@ class DecoderFront(InputListener):
         self._empty.set()
         metrics.num_rows = engine.max_num_sequences
         metrics.engine_step(EngineStats(0, 0, engine.num_blocks, engine.num_blocks, 0, 0, 0, 0), 0)
-        metrics.cache_bytes.set_function(lambda: source.arena.used_bytes)
+        metrics.cache_bytes.set_function(lambda: source.store.arena.used_bytes)
         masks.start(self)
 
     @property

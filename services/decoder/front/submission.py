@@ -20,7 +20,7 @@ from services.decoder.front.token_ids import (
     check_ids,
     count_packed_ids,
 )
-from services.decoder.images.embeddings import ImageRequest
+from services.decoder.images.embedding_source import ImageRequest
 from services.decoder.masks.grammar import TokenConstraints
 
 MAX_TOP_LOGPROBS = 20

@@ -11,7 +11,7 @@ from services.common.embeddings.arena import ArenaEntry
 from services.common.errors import InternalError, TriptychError
 from services.common.process.channel import FrontChannel
 from services.decoder.engine.messages import AddSequence, EngineMessage, ImageReady, ImagesOf
-from services.decoder.images.embeddings import EmbeddingSource, ImageRequest
+from services.decoder.images.embedding_source import EmbeddingSource, ImageRequest
 from services.decoder.input_listener import InputListener
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from services.common.embeddings.tensor_file import TensorPlace, find_tensor
 from services.common.errors import InvalidRequest
 from services.common.threads import finished
 from services.encoder.front.embeddings import Embeddings, Encoded, Origin
-from services.encoder.front.memory_tier import MemoryTier
 
 _HALF = 0x7FFF  # half of the last bit of a bfloat16, in bits of a float32
 
@@ -26,12 +25,10 @@ class ClientEmbeddings:
     copy, and files that cost nothing would replace embeddings that were computed.
 
     Args:
-        memory: the tier that the embeddings are written to.
-        embeddings: the readers of keys, which are woken when an embedding has been written.
+        embeddings: gets the embeddings, and wakes the readers that wait for one.
     """
 
-    def __init__(self, memory: MemoryTier, embeddings: Embeddings) -> None:
-        self._memory = memory
+    def __init__(self, embeddings: Embeddings) -> None:
         self._embeddings = embeddings
 
     async def store(self, key: bytes, file: bytes, spec: EmbeddingSpec) -> Encoded:
@@ -47,23 +44,18 @@ class ClientEmbeddings:
             Overloaded: no memory was free for too long.
         """
         place = checked(file, spec)
-        entry = await self._memory.reserve(key, spec)
+        write = await self._embeddings.store.reserve(key, spec)
         try:
-            if entry.committed:
+            if write.entry.committed:
                 return Encoded(Origin.MEMORY)
-            self._memory.begin(entry)
-            try:
-                view = self._memory.arena.view(entry)
-                loop = asyncio.get_running_loop()
-                await finished([loop.run_in_executor(None, write_tensor, file, place, spec, view)])
-            except BaseException:
-                self._memory.abort(entry)
-                raise
-            self._memory.commit(entry)
+            loop = asyncio.get_running_loop()
+            arguments = file, place, spec, write.view
+            await finished([loop.run_in_executor(None, write_tensor, *arguments)])
+            write.commit()
             self._embeddings.announce(key)
             return Encoded(Origin.COMPUTED)
         finally:
-            self._memory.arena.release(entry)
+            write.release()
 
 
 def checked(file: bytes, spec: EmbeddingSpec) -> TensorPlace:

@@ -1,6 +1,6 @@
 """The client of the engine process in the front's event loop: jobs and their results.
 
-`Embeddings` submits images and reserves their memory. When the engine process ends, all jobs fail.
+`TowerTier` submits images and reserves their memory. When the engine process ends, all jobs fail.
 Jobs that the engine worked on fail with `EngineLost`, because any of them may be the cause. Jobs
 that were only waiting fail with `Unavailable`.
 """
@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from dataclasses import dataclass
 
-from services.common.embeddings.arena import ArenaEntry
+from services.common.embeddings.embedding_write import EmbeddingWrite
 from services.common.embeddings.shared_task import retrieve_exception
 from services.common.errors import EngineLost, Unavailable, from_code
 from services.common.geometry import Unit
@@ -27,7 +27,6 @@ from services.encoder.engine.messages import (
     Source,
     StageTimes,
 )
-from services.encoder.front.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 
 _LOST = "the encoder's engine ended while it worked on the image"
@@ -42,13 +41,13 @@ class EngineJob:
         job_id: number of the job in messages.
         rank: place among the images that wait; the lowest is next.
         done: future of the stage times, done when the engine no longer uses the memory.
-        entry: memory for the embedding. None until `EngineClient.place`.
+        write: the writing of the embedding. None until `EngineClient.place`.
     """
 
     job_id: int
     rank: float
     done: asyncio.Future[StageTimes]
-    entry: ArenaEntry | None = None
+    write: EmbeddingWrite | None = None
 
 
 class EngineClient:
@@ -56,17 +55,23 @@ class EngineClient:
 
     Args:
         link: the channel to the engine.
-        memory: the tier that offers written features to readers.
         metrics: metrics, which get the engine's counters after each batch.
+        min_streamed_bytes: smallest size of an embedding whose features are offered to readers one
+            by one. The messages for the features of a smaller embedding would cost more time than
+            they hide.
     """
 
     def __init__(
-        self, link: FrontChannel[EngineMessage], memory: MemoryTier, metrics: EncoderMetrics
+        self,
+        link: FrontChannel[EngineMessage],
+        metrics: EncoderMetrics,
+        *,
+        min_streamed_bytes: int = 8 << 20,
     ) -> None:
         self._active: set[int] = set()  # jobs that the engine works on
         self._link = link
-        self._memory = memory
         self._metrics = metrics
+        self._min_streamed_bytes = min_streamed_bytes
         self._ids = itertools.count(1)
         self._jobs: dict[int, EngineJob] = {}
         self._died = False
@@ -96,11 +101,11 @@ class EngineClient:
         self._link.send(EncodeImage(job.job_id, source, unit, rank, tenant))
         return job
 
-    def place(self, job: EngineJob, entry: ArenaEntry) -> None:
+    def place(self, job: EngineJob, write: EmbeddingWrite) -> None:
         """Gives a job the memory for its embedding, so that it may run. Called once per job."""
-        job.entry = entry
+        job.write = write
         if job.job_id in self._jobs:
-            self._link.send(PlaceImage(job.job_id, entry.offset))
+            self._link.send(PlaceImage(job.job_id, write.entry.offset))
 
     def cancel(self, job: EngineJob) -> None:
         """Cancels a job that no caller waits for.
@@ -137,8 +142,8 @@ class EngineClient:
             case FeatureDone():
                 for job_id in message.job_ids:
                     job = self._jobs.get(job_id)  # the end of a job may overtake its features
-                    if job is not None and job.entry is not None:
-                        self._memory.feature_written(job.entry, message.feature)
+                    if job is not None and job.write is not None:
+                        self._offer(job.write, message.feature)
             case ActiveJobs():
                 self._active = set(message.job_ids)
             case EngineStats():
@@ -147,3 +152,10 @@ class EngineClient:
                 pass  # the channel has noted the time
             case _:
                 raise AssertionError(f"the engine sent {type(message).__name__}")
+
+    def _offer(self, write: EmbeddingWrite, feature: int) -> None:
+        """Offers a written feature to readers if the embedding is large; others will follow."""
+        spec = write.entry.spec
+        if spec.size_bytes >= self._min_streamed_bytes:
+            size = spec.size_bytes // spec.num_features
+            write.offer(feature * size, (feature + 1) * size)

@@ -1,83 +1,83 @@
-"""The Redis tier: embeddings of all pods, and the delayed writing of new ones.
+"""Redis as a tier of the encoder, which also writes new embeddings there, for all pods.
 
-`Embeddings` uses it. A failure of Redis never fails a call: without an answer this pod computes the
-embedding, and a new embedding that cannot be written is dropped and counted.
+A failure of Redis never fails a call: an embedding that cannot be written is dropped and counted.
 """
 
 import asyncio
 
 from prometheus_client import Counter
 
-from services.common.embeddings.arena import ArenaEntry
-from services.common.embeddings.embedding import EmbeddingSpec
+from services.common.embeddings.arena import Arena, ArenaEntry
 from services.common.embeddings.embedding_cache import RedisCache
-from services.encoder.front.memory_tier import MemoryTier
+from services.common.embeddings.embedding_write import EmbeddingWrite
+from services.common.embeddings.redis_tier import RedisTier
+from services.encoder.front.source_store import Work
 
 _WRITERS = 2
 # Queued entries cannot be evicted from the arena, so they may hold only this share of it.
 _MAX_QUEUED_SHARE = 0.25
 # A write waits for readers of the same bytes, which need the memory bandwidth more.
 _UNREAD_TIMEOUT_S = 0.05
+_UNREAD_POLL_S = 0.005
 
 
-class RedisTier:
-    """The embeddings in Redis, which all pods share.
+class WritableRedisTier(RedisTier[Work]):
+    """The embeddings in Redis, and a queue of embeddings to be written there.
 
     Args:
         cache: the client of Redis.
-        memory: the tier that embeddings are read into and written from.
-        dropped: counter of entries that were not written.
+        arena: memory of the embeddings.
+        dropped: counter of embeddings that were not written.
     """
 
-    def __init__(self, cache: RedisCache, memory: MemoryTier, dropped: Counter) -> None:
-        self._cache = cache
-        self._memory = memory
+    def __init__(self, cache: RedisCache, arena: Arena, dropped: Counter) -> None:
+        super().__init__(cache)
+        self._arena = arena
         self._dropped = dropped
         self._queued_bytes = 0
-        self._max_queued_bytes = int(memory.arena.size_bytes * _MAX_QUEUED_SHARE)
+        self._max_queued_bytes = int(arena.size_bytes * _MAX_QUEUED_SHARE)
         self._writers = asyncio.Semaphore(_WRITERS)
-        self._writes: set[asyncio.Task[bool]] = set()
+        self._tasks: set[asyncio.Task[bool]] = set()
 
-    async def has(self, key: bytes, spec: EmbeddingSpec) -> bool:
-        """Returns whether Redis has an embedding."""
-        return await self._cache.has(key, spec)
-
-    async def read(self, entry: ArenaEntry) -> bool:
-        """Reads an embedding into its entry. Returns whether Redis has it."""
-        view = self._memory.arena.view(entry)
-        return await self._cache.read(entry.key, entry.spec, view) is not None
-
-    def put(self, entry: ArenaEntry) -> None:
-        """Queues an entry for writing; drops it if the queue is full or Redis does not answer."""
+    def put(self, write: EmbeddingWrite) -> None:
+        """Queues a committed embedding; drops it if the queue is full or Redis does not answer."""
+        entry = write.entry
         size_bytes = entry.spec.size_bytes
         is_full = self._queued_bytes + size_bytes > self._max_queued_bytes
         if not self._cache.available or (is_full and self._queued_bytes):
             self._dropped.inc()
             return
-        self._memory.arena.acquire(entry)
+        self._arena.acquire(entry)
         self._queued_bytes += size_bytes
-        write = asyncio.create_task(self._write(entry))
-        self._writes.add(write)
-        write.add_done_callback(lambda write: self._written(write, entry))
+        task = asyncio.create_task(self._write(write))
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._written(task, entry))
 
     async def drain(self, timeout_s: float) -> None:
-        """Waits for queued writes, then drops the rest."""
-        if self._writes:
-            await asyncio.wait(self._writes, timeout=timeout_s)
-        for write in self._writes:
-            write.cancel()
-        await asyncio.gather(*self._writes, return_exceptions=True)
+        """Waits for queued embeddings, then drops the rest."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _write(self, entry: ArenaEntry) -> bool:
+    async def _write(self, write: EmbeddingWrite) -> bool:
         async with self._writers:
-            digest = await self._memory.digest_of(entry)
-            await self._memory.until_unread(entry, _UNREAD_TIMEOUT_S)
-            view = self._memory.arena.view(entry)
-            return await self._cache.write(entry.key, entry.spec, digest, view)
+            digest, entry = await write.digest(), write.entry
+            await _until_unread(entry)
+            return await self._cache.write(entry.key, entry.spec, digest, write.view)
 
-    def _written(self, write: asyncio.Task[bool], entry: ArenaEntry) -> None:
-        self._writes.discard(write)
+    def _written(self, task: asyncio.Task[bool], entry: ArenaEntry) -> None:
+        self._tasks.discard(task)
         self._queued_bytes -= entry.spec.size_bytes
-        self._memory.arena.release(entry)
-        if write.cancelled() or not write.result():
+        self._arena.release(entry)
+        if task.cancelled() or not task.result():
             self._dropped.inc()
+
+
+async def _until_unread(entry: ArenaEntry) -> None:
+    """Waits until only the caller refers to the entry, for a bounded time."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _UNREAD_TIMEOUT_S
+    while entry.references > 1 and loop.time() < deadline:  # noqa: ASYNC110 - there is no event
+        await asyncio.sleep(_UNREAD_POLL_S)

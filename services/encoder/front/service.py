@@ -19,7 +19,6 @@ from typing import Any, ClassVar, NoReturn, cast
 
 import grpc
 import grpc.aio
-import msgspec
 
 from services.common.embeddings.arena import ArenaEntry
 from services.common.embeddings.fetch_wire import DTYPES, WireChunk, serialize
@@ -36,10 +35,11 @@ from services.common.pb import encoder_pb2 as pb
 from services.common.spans import span
 from services.common.transport.rpc import Servicer, abort, adopt_metadata
 from services.encoder.front.client_embeddings import ClientEmbeddings
-from services.encoder.front.embeddings import Embeddings, Encoded, Work
+from services.encoder.front.embeddings import Embeddings, Encoded
 from services.encoder.front.encode_inputs import InputReader, checked_key, share_of
-from services.encoder.front.memory_tier import Reading
 from services.encoder.front.message_reader import MessageReader
+from services.encoder.front.reading import Reading
+from services.encoder.front.source_store import Work
 from services.encoder.front.uploaded_files import TTL_S, UploadedFiles
 from services.encoder.front.video_store import StoredVideo, VideoStore
 from services.encoder.metrics import EncoderMetrics
@@ -128,7 +128,7 @@ class EncoderServicer(Servicer):
             with span("encode", parent) as current:
                 encoded, num_tokens = await self._encode(context)
                 current.set(source=encoded.origin.value, num_tokens=num_tokens)
-                current.set(lookup_s=encoded.lookup_s, **msgspec.structs.asdict(encoded.times))
+                current.set(**{f"{stage}_s": s for stage, s in encoded.seconds.items()})
             fields = {"source": encoded.origin.value, "tokens": num_tokens}
             log.info("encoded", extra={"fields": fields})
             self._metrics.requests.labels(encoded.origin.value).inc()
@@ -139,7 +139,7 @@ class EncoderServicer(Servicer):
         """Encodes the image of a call. Returns the result, and the number of image tokens.
 
         The message with the image's file is dropped before the call waits for the result. Several
-        calls may wait for the same image, each of which has sent a copy of the file. `Embeddings`
+        calls may wait for the same image, each of which has sent a copy of the file. `TowerTier`
         holds one copy and counts its bytes; the other copies must not stay in memory uncounted.
         """
         async with self.messages.read(context, pb.EncodeRequest) as message:
@@ -166,29 +166,24 @@ class EncoderServicer(Servicer):
                 size_bytes = reading.entry.spec.size_bytes
                 with span("send embedding", parent, size_bytes=size_bytes, shared=shared):
                     await context.write(_header(reading.entry))
-                    await self._send(reading, progress, context, shared=shared)
+                    await self._send(reading, context, shared=shared)
                 if shared:  # The reader ends the call when it has copied the bytes or died.
                     await asyncio.sleep(_MAX_READ_S)
 
     async def _send(
-        self,
-        reading: Reading,
-        progress: "FetchProgress | None",
-        context: grpc.aio.ServicerContext,
-        *,
-        shared: bool,
+        self, reading: Reading, context: grpc.aio.ServicerContext, *, shared: bool
     ) -> None:
         """Sends the bytes of an embedding, and then its digest.
 
         A reader on this host gets no bytes. It gets the embedding's place in shared memory, and the
         byte ranges of the embedding as soon as they are written there.
         """
-        entry, arena = reading.entry, reading.memory.arena
+        entry, store = reading.entry, self._embeddings.store
         if shared:
-            place = pb.FetchShared(**asdict(arena.address), offset=entry.offset)
+            place = pb.FetchShared(**asdict(store.arena.address), offset=entry.offset)
             await context.write(pb.FetchResponse(shared=place))
-        view = arena.view(entry)
-        async with aclosing(reading.ranges(progress)) as ranges:
+        view = store.arena.view(entry)
+        async with aclosing(reading.ranges()) as ranges:
             async for start, stop in ranges:
                 if shared:
                     ready = pb.FetchReady(offset=start, size_bytes=stop - start)
@@ -197,7 +192,7 @@ class EncoderServicer(Servicer):
                 for first in range(start, stop, _CHUNK_BYTES):
                     last = min(first + _CHUNK_BYTES, stop)
                     await context.write(WireChunk(first, view[first:last]))
-        digest = await reading.memory.digest_of(entry)
+        digest = await store.digests.of(entry)
         await context.write(pb.FetchResponse(trailer=pb.FetchTrailer(digest=digest)))
         self._metrics.fetches.inc()
         self._metrics.shared_fetches.inc(shared)

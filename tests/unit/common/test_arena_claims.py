@@ -8,7 +8,8 @@ import pytest
 
 from services.common.embeddings.arena import Arena, ArenaEntry, Claim
 from services.common.embeddings.embedding import EmbeddingSpec
-from services.encoder.front.memory_tier import MemoryTier
+from services.common.embeddings.store import EmbeddingStore
+from services.encoder.metrics import EncoderMetrics
 
 PAGE = 4096
 PAGES = 8
@@ -92,19 +93,20 @@ async def test_a_claim_granted_as_it_is_cancelled_is_undone():
 async def test_a_key_that_is_being_written_keeps_no_other_from_its_room():
     """As of an image that is sent again right after its caller has left."""
     arena = Arena(PAGES * PAGE)
-    tier = MemoryTier(arena)
+    metrics = EncoderMetrics()
+    store = EmbeddingStore[None](arena, [], metrics.hits, metrics.misses)
     spec = EmbeddingSpec("float16", 1, PAGE // 2, 1)
-    written = await tier.reserve(b"a", spec)
-    again = asyncio.create_task(tier.reserve(b"a", spec))
-    other = asyncio.create_task(tier.reserve(b"b", spec))
+    written = await store.reserve(b"a", spec)
+    again = asyncio.create_task(store.reserve(b"a", spec))
+    other = asyncio.create_task(store.reserve(b"b", spec))
     await turns()
     assert other.done() and not again.done()
     large = claim(arena, 1, PAGES - 1)  # waits for room, and the claim before it goes first
     await turns()
-    arena.release(written)
-    assert (await again).references == 1 and not large.done()
-    arena.release(await again)
-    arena.release(await other)
+    written.release()
+    assert (await again).entry.references == 1 and not large.done()
+    (await again).release()
+    (await other).release()
     await large
 
 

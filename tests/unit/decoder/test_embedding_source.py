@@ -4,15 +4,20 @@ import asyncio
 import contextlib
 import random
 import time
+from typing import cast
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from services.common.embeddings.arena import Arena, ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec, digest
+from services.common.embeddings.embedding_cache import RedisCache
+from services.common.embeddings.redis_tier import RedisTier
+from services.common.embeddings.store import EmbeddingStore, Tier
 from services.common.errors import InvalidImage, InvalidRequest
 from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
-from services.decoder.images.embeddings import EmbeddingSource, ImageRequest
+from services.decoder.images.embedding_source import EmbeddingSource, ImageRequest
+from services.decoder.images.encoders_tier import EncodersTier, Fetch
 from services.decoder.metrics import DecoderMetrics
 from tests.cases import cases
 from tests.fake_fetch import FAULTS, FakeFetchServicer, embedding_bytes, serve_fetch
@@ -72,9 +77,10 @@ class World:
         self.servicers = [FakeFetchServicer(), FakeFetchServicer()]
         self.addresses: list[str] = []
         self.fetcher = EncoderFetcher(idle_s=idle_s)
-        self.source = EmbeddingSource(
-            self.arena, self.fetcher, self.cache, self.observer, standstill_s, takeover_s
-        )
+        cache = cast(RedisCache, self.cache)
+        tiers: list[Tier[Fetch]] = [RedisTier(cache), EncodersTier(self.fetcher, self.observer)]
+        self.store = EmbeddingStore(self.arena, tiers, self.observer.hits, self.observer.misses)
+        self.source = EmbeddingSource(self.store, self.observer, standstill_s, takeover_s)
         self.held: list[ArenaEntry] = []
         self._exit = contextlib.AsyncExitStack()
 
@@ -110,7 +116,7 @@ class World:
 
     def assert_unreferenced(self) -> None:
         assert all(e.references == 0 and e.committed for e in self.arena.entries)
-        assert not self.source.num_writes and not self.arena.has_claims
+        assert not self.store.num_unfinished and not self.arena.has_claims
 
 
 async def until(condition) -> None:
@@ -189,7 +195,7 @@ async def test_a_slow_encoder_that_says_that_it_works_is_waited_for():
         await until(lambda: time.monotonic() - began > 3.0)
         assert not obtaining.done() and servicer.num_words > 2
         del servicer.words[KEYS[1]]
-        await until(lambda: world.source.num_writes == 1)
+        await until(lambda: world.store.num_unfinished == 1)
         servicer.words.clear()
         await obtaining
         assert servicer.num_calls == 2 and not world.observer.failed
@@ -295,7 +301,7 @@ async def test_a_cancelled_waiter_affects_no_other_and_the_last_one_ends_the_fet
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await until(lambda: servicer.num_cancelled == 1)
-        await until(lambda: not world.source.num_writes)
+        await until(lambda: not world.store.num_unfinished)
         world.assert_unreferenced()
         servicer.gate.set()
         await world.obtain(world.request(2))
@@ -421,5 +427,5 @@ async def test_a_caller_cancelled_twice_leaves_nothing_behind():
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await until(lambda: not world.source.num_writes)
+            await until(lambda: not world.store.num_unfinished)
             assert world.arena.used_bytes == 0

@@ -3,32 +3,37 @@
 import asyncio
 import itertools
 import threading
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save
 
 from services.common.embeddings.arena import Arena
-from services.common.embeddings.embedding import EmbeddingSpec
+from services.common.embeddings.embedding import EmbeddingSpec, digest
+from services.common.embeddings.store import EmbeddingStore
 from services.common.errors import InvalidRequest
+from services.common.geometry import Geometry
 from services.encoder.front import client_embeddings
 from services.encoder.front.client_embeddings import ClientEmbeddings, checked, write_tensor
 from services.encoder.front.embeddings import Embeddings, Origin
-from services.encoder.front.memory_tier import MemoryTier
+from services.encoder.front.source_store import SourceStore, Work
+from services.encoder.metrics import EncoderMetrics
+from tests.noise import PATIENCE_S
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FEATURES, TOKENS, HIDDEN = 3, 5, 8
 
 
-class Readers:
-    """Notes the keys whose readers would be woken."""
+def store_of() -> EmbeddingStore[Work]:
+    metrics = EncoderMetrics()
+    return EmbeddingStore(Arena(1 << 20), [], metrics.hits, metrics.misses)
 
-    def __init__(self) -> None:
-        self.announced: list[bytes] = []
 
-    def announce(self, key: bytes) -> None:
-        self.announced.append(key)
+def embeddings_of(store: EmbeddingStore[Work]) -> Embeddings:
+    like = EmbeddingSpec("bfloat16", FEATURES, 0, HIDDEN)
+    geometry = Geometry(0, 16, 2, 1, 1 << 30)
+    return Embeddings(like=like, geometry=geometry, store=store, sources=SourceStore(0))
 
 
 def spec_of(dtype: str) -> EmbeddingSpec:
@@ -106,31 +111,42 @@ def test_another_shape_is_refused_by_both_shapes(shape: tuple[int, ...]):
 
 
 async def test_an_embedding_is_there_once_and_a_bad_one_leaves_nothing():
-    memory, readers = MemoryTier(Arena(1 << 20)), Readers()
-    announced = readers.announced
-    embeddings, spec = ClientEmbeddings(memory, cast(Embeddings, readers)), spec_of("bfloat16")
-    file = save({"e": rows()})
+    store = store_of()
+    embeddings = embeddings_of(store)
+    clients, spec = ClientEmbeddings(embeddings), spec_of("bfloat16")
+    file, key = save({"e": rows()}), b"k" * 32
     bad = save({"e": rows().fill_(float("nan"))})
+    reader = asyncio.create_task(digest_read(embeddings, key))
     try:
         with pytest.raises(InvalidRequest):
-            await embeddings.store(b"k" * 32, bad, spec)
-        assert memory.arena.get(b"k" * 32) is None and not memory.arena.used_bytes and not announced
-        assert (await embeddings.store(b"k" * 32, file, spec)).origin is Origin.COMPUTED
-        assert (await embeddings.store(b"k" * 32, file, spec)).origin is Origin.MEMORY
-        entry = memory.arena.get(b"k" * 32)
-        assert announced == [b"k" * 32] and entry is not None
-        found = torch.frombuffer(bytearray(memory.arena.view(entry)), dtype=torch.bfloat16)
+            await clients.store(key, bad, spec)
+        assert store.arena.get(key) is None and not store.arena.used_bytes
+        assert embeddings.num_awaited == 1 and not reader.done()
+        assert (await clients.store(key, file, spec)).origin is Origin.COMPUTED
+        assert (await clients.store(key, file, spec)).origin is Origin.MEMORY
+        entry = store.arena.get(key)
+        assert entry is not None
+        found = torch.frombuffer(bytearray(store.arena.view(entry)), dtype=torch.bfloat16)
         expected = rows().bfloat16().reshape(TOKENS, FEATURES, HIDDEN).movedim(1, 0)
         assert torch.equal(found.reshape(spec.shape), expected)
+        assert await reader == digest(store.arena.view(entry))
+        assert entry.references == 0
     finally:
-        await memory.close()
+        await store.unmap()
+
+
+async def digest_read(embeddings: Embeddings, key: bytes) -> bytes:
+    async with embeddings.reading(key, PATIENCE_S) as reading:
+        ranges = [each async for each in reading.ranges()]
+        assert ranges == [(0, reading.entry.spec.size_bytes)]
+        return await embeddings.store.digests.of(reading.entry)
 
 
 async def test_memory_is_not_given_away_while_a_thread_writes_there(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """A caller may leave at any time."""
-    memory, spec = MemoryTier(Arena(1 << 20)), spec_of("bfloat16")
+    store, spec = store_of(), spec_of("bfloat16")
     writing, go_on = threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> None:
@@ -139,17 +155,17 @@ async def test_memory_is_not_given_away_while_a_thread_writes_there(
         write_tensor(*arguments)
 
     monkeypatch.setattr(client_embeddings, "write_tensor", slow)
-    embeddings = ClientEmbeddings(memory, cast(Embeddings, Readers()))
-    caller = asyncio.create_task(embeddings.store(b"k" * 32, save({"e": rows()}), spec))
+    clients = ClientEmbeddings(embeddings_of(store))
+    caller = asyncio.create_task(clients.store(b"k" * 32, save({"e": rows()}), spec))
     try:
         assert await asyncio.to_thread(writing.wait, 10)
         caller.cancel()
         await asyncio.wait({caller}, timeout=0.05)
-        assert memory.arena.used_bytes
+        assert store.arena.used_bytes
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await caller
-        assert memory.arena.get(b"k" * 32) is None and not memory.arena.used_bytes
+        assert store.arena.get(b"k" * 32) is None and not store.arena.used_bytes
     finally:
         go_on.set()
-        await memory.close()
+        await store.unmap()

@@ -2,7 +2,6 @@
 
 import pytest
 
-from services.common.embeddings.arena import Arena
 from services.common.errors import EngineLost, TriptychError, Unavailable
 from services.common.geometry import Unit
 from services.common.process.channel import ChannelClosed
@@ -14,7 +13,6 @@ from services.encoder.engine.messages import (
     Source,
 )
 from services.encoder.front.engine_client import EngineClient
-from services.encoder.front.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 
 UNIT = Unit((1, 4, 4))
@@ -37,7 +35,7 @@ class Link:
 
 async def errors_of(*said: EngineMessage) -> list[type[BaseException] | None]:
     """Of three images, 1 to 3."""
-    client = EngineClient(Link(*said), MemoryTier(Arena(1 << 16)), EncoderMetrics())
+    client = EngineClient(Link(*said), EncoderMetrics())
     jobs = [client.submit(Source(b"image"), UNIT) for _ in range(3)]
     await client.run()
     with pytest.raises(Unavailable):

@@ -4,7 +4,7 @@ import pytest
 
 from services.common.geometry import Unit
 from services.encoder.engine.messages import Source
-from services.encoder.front.embeddings import SourceStore, Work
+from services.encoder.front.source_store import SourceStore, Work
 
 UNIT = Unit((1, 2, 2))
 

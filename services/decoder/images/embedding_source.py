@@ -1,6 +1,6 @@
-"""Image embeddings in the decoder. Each embedding is obtained once for all sequences that need it.
+"""The embeddings of the decoder's sequences. Each is obtained once for all sequences that need it.
 
-An embedding comes from the arena, from Redis or from an encoder, in this order. Sequences get
+`EmbeddingStore` looks each embedding up in the arena, in Redis and at the encoders. Sequences get
 memory of the arena in order of arrival, and each sequence gets the memory for all its images at
 once. Otherwise two sequences could each hold half of their images and wait for the memory of the
 other one.
@@ -8,24 +8,24 @@ other one.
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from services.common.embeddings.arena import Arena, ArenaEntry, Claim
+from services.common.embeddings.arena import ArenaEntry, Claim
 from services.common.embeddings.embedding import EmbeddingSpec
-from services.common.embeddings.embedding_cache import RedisCache
 from services.common.embeddings.shared_memory import PAGE_BYTES
-from services.common.embeddings.shared_task import SharedTask
+from services.common.embeddings.store import MEMORY, EmbeddingStore, Lookup
 from services.common.errors import InternalError, InvalidRequest
-from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher, FetchProgress
+from services.decoder.images.embedding_fetch import EncoderFailed, FetchProgress
+from services.decoder.images.encoders_tier import Fetch
 from services.decoder.metrics import DecoderMetrics
 
 log = logging.getLogger(__name__)
 
 # If an encoder does not answer, gateways name another encoder for the same image. A sequence that
-# names another encoder than a running fetch calls replaces the fetch once it has lasted this long.
+# names another encoder than a running lookup calls replaces the lookup once it has lasted this
+# long.
 _TAKEOVER_S = 1.0
 _STANDSTILL_S = 30.0
 
@@ -46,41 +46,23 @@ class ImageRequest:
 
 
 @dataclass(slots=True, eq=False)
-class _EmbeddingWrite:
-    """An entry of the arena whose bytes are not complete. Each sequence that waits for the entry
-    holds a reference to it, and so does the fetch.
-
-    Attributes:
-        entry: the uncommitted entry.
-        fetch: task that writes the bytes. None if no sequence has started it.
-        encoder_address: address of the encoder that the fetch calls.
-        progress: times of the fetch's start and of the encoder's messages.
-    """
-
-    entry: ArenaEntry
-    fetch: SharedTask[None] | None = None
-    encoder_address: str = ""
-    progress: FetchProgress = field(default_factory=FetchProgress)
-
-
-@dataclass(slots=True, eq=False)
 class _WaitingSequence:
     """A sequence that waits for embeddings.
 
     Attributes:
         since: time at which the sequence began to wait, by the event loop's clock.
-        writes: the embeddings that were not complete at that time.
+        progress: times of the encoders' messages, by image key.
     """
 
     since: float
-    writes: Sequence[_EmbeddingWrite]
+    progress: dict[bytes, FetchProgress] = field(default_factory=dict[bytes, FetchProgress])
 
     @property
     def last_work_at(self) -> float:
         """Time at which an encoder last reported work on any image of the sequence. The beginning
         of the wait if there was no such report.
         """
-        return max([self.since, *(write.progress.last_work_at for write in self.writes)])
+        return max([self.since, *(progress.last_work_at for progress in self.progress.values())])
 
 
 # References to entries, one for each image.
@@ -89,30 +71,21 @@ _References = dict[ImageRequest, ArenaEntry]
 
 @dataclass(slots=True)
 class EmbeddingSource:
-    """Obtains embeddings, each of them once. It is the only writer of the decoder's arena.
+    """Obtains the embeddings of sequences. It decides which entries of the arena a sequence holds,
+    how long the sequence waits, and which encoder is called.
 
     Args:
-        arena: memory for the embeddings, owned by this event loop.
-        fetcher: client of the encoders.
-        cache: Redis. None if the settings name none.
+        store: the embeddings in the arena, and the tiers.
         metrics: metrics of the decoder.
         standstill_s: seconds after which a waiting sequence fails, if the encoder of an image has
             sent no message, or no encoder has reported work on any of the sequence's images.
-        takeover_s: seconds after which a sequence that names another encoder replaces a fetch.
+        takeover_s: seconds after which a sequence that names another encoder replaces a lookup.
     """
 
-    arena: Arena
-    fetcher: EncoderFetcher
-    cache: RedisCache | None
+    store: EmbeddingStore[Fetch]
     metrics: DecoderMetrics
     standstill_s: float = _STANDSTILL_S
     takeover_s: float = _TAKEOVER_S
-    _writes: dict[bytes, _EmbeddingWrite] = field(default_factory=dict[bytes, _EmbeddingWrite])
-
-    @property
-    def num_writes(self) -> int:
-        """Number of embeddings that are not complete yet."""
-        return len(self._writes)
 
     def take_resident(self, requests: Sequence[ImageRequest]) -> list[ArenaEntry]:
         """Takes references to the entries of all images, if all entries are complete and no
@@ -122,14 +95,15 @@ class EmbeddingSource:
             One entry per image, which the caller must `release`. An empty list if an embedding has
             to be obtained with `obtain`.
         """
-        if self.arena.has_claims or any(request.key in self._writes for request in requests):
+        arena = self.store.arena
+        if arena.has_claims:
             return []
-        entries = [e for r in requests if (e := self.arena.get(r.key)) and e.spec == r.spec]
+        entries = [e for r in requests if (e := arena.get(r.key)) and e.spec == r.spec]
         if len(entries) < len(requests):
             return []
         for entry in entries:
-            self.arena.acquire(entry)
-            self.metrics.hits.labels("memory").inc()
+            arena.acquire(entry)
+            self.store.hits.labels(MEMORY).inc()
         return entries
 
     async def obtain(self, requests: Sequence[ImageRequest]) -> AsyncGenerator[ArenaEntry]:
@@ -148,19 +122,20 @@ class EmbeddingSource:
             InvalidRequest: the embeddings would not fit into an empty arena, or an embedding has
                 another size.
         """
+        arena = self.store.arena
         needed = sum(-(-r.spec.size_bytes // PAGE_BYTES) * PAGE_BYTES for r in requests)
-        if needed > self.arena.size_bytes:
+        if needed > arena.size_bytes:
             raise InvalidRequest(
                 f"the images' embeddings need {needed} bytes; this decoder has room for "
-                f"{self.arena.size_bytes}"
+                f"{arena.size_bytes}"
             )
-        references = await self.arena.claim(_ImagesClaim(self, requests))
-        writes = {r: self._writes[e.key] for r, e in references.items() if not e.committed}
-        sequence = _WaitingSequence(asyncio.get_running_loop().time(), list(writes.values()))
-        complete = [request for request in references if request not in writes]
+        references = await arena.claim(_ImagesClaim(self, requests))
+        sequence = _WaitingSequence(asyncio.get_running_loop().time())
+        complete = [request for request, entry in references.items() if entry.committed]
         tasks = [
-            asyncio.create_task(self._wait(request, write, sequence))
-            for request, write in writes.items()
+            asyncio.create_task(self._wait(request, entry, sequence))
+            for request, entry in references.items()
+            if not entry.committed
         ]
         try:
             for request in complete:
@@ -177,18 +152,11 @@ class EmbeddingSource:
 
     def release(self, entry: ArenaEntry) -> None:
         """Releases a reference to an entry."""
-        # A fetch holds a reference, so nothing writes an uncommitted entry whose last one this is.
-        if entry.references == 1 and not entry.committed:
-            del self._writes[entry.key]
-        self.arena.release(entry)
+        self.store.arena.release(entry)
 
     async def close(self) -> None:
-        """Cancels all fetches and closes the connections to the encoders."""
-        tasks = [write.fetch.task for write in self._writes.values() if write.fetch]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self.fetcher.close()
+        """Cancels all lookups and closes the connections to the encoders."""
+        await self.store.close()
 
     # Memory.
 
@@ -199,13 +167,11 @@ class EmbeddingSource:
         references = self._try_reference_each(requests)
         if references is None:
             # Unreferenced entries, even of these images, may fragment the room for the others.
-            self.arena.evict_unreferenced()
+            self.store.arena.evict_unreferenced()
             references = self._try_reference_each(requests)
         for entry in (references or {}).values():
-            if entry.committed:
-                self.metrics.hits.labels("memory").inc()
-            else:
-                self.metrics.misses.labels("memory").inc()
+            counter = self.store.hits if entry.committed else self.store.misses
+            counter.labels(MEMORY).inc()
         return references
 
     def _try_reference_each(self, requests: Sequence[ImageRequest]) -> _References | None:
@@ -220,18 +186,17 @@ class EmbeddingSource:
         return references
 
     def _try_reference(self, request: ImageRequest) -> ArenaEntry | None:
-        write = self._writes.get(request.key)
-        entry = write.entry if write else self.arena.get(request.key)
+        """Takes a reference to an image's entry, which other sequences may wait for, or reserves a
+        new entry. Returns None if there is too little memory.
+        """
+        entry = self.store.arena.find(request.key)
         if entry is None:
-            entry = self.arena.try_reserve(request.key, request.spec)
-            if entry is not None:
-                self._writes[request.key] = _EmbeddingWrite(entry)
-            return entry
+            return self.store.arena.try_reserve(request.key, request.spec)
         if entry.spec != request.spec:
             raise InvalidRequest(
                 f"an image has {entry.spec.num_tokens} tokens, not {request.spec.num_tokens}"
             )
-        self.arena.acquire(entry)
+        self.store.arena.acquire(entry)
         return entry
 
     def release_all(self, references: _References) -> None:
@@ -239,25 +204,25 @@ class EmbeddingSource:
         for entry in references.values():
             self.release(entry)
 
-    # Bytes.
+    # Lookups.
 
     async def _wait(
-        self, request: ImageRequest, write: _EmbeddingWrite, sequence: _WaitingSequence
+        self, request: ImageRequest, entry: ArenaEntry, sequence: _WaitingSequence
     ) -> ImageRequest:
         """Waits until an embedding is complete, and returns its request.
 
-        Each turn of the loop waits for the fetch under way, which may be another sequence's, and
-        starts a fetch if there is none. If the fetch calls another encoder than this sequence
+        Each turn of the loop waits for the lookup under way, which may be another sequence's, and
+        starts a lookup if there is none. If the lookup calls another encoder than this sequence
         names, the sequence replaces it once, after `takeover_s`. Otherwise the sequence fails after
         `standstill_s` without news.
         """
-        address, progress = request.encoder_address, write.progress
-        joined, has_taken_over = write.fetch is not None, False
-        while not write.entry.committed:
-            fetch = write.fetch
-            if fetch is None or fetch.task.done():
-                fetch = self._start(write, address)
-            called, now = write.encoder_address, asyncio.get_running_loop().time()
+        address, progress = request.encoder_address, FetchProgress()
+        joined, has_taken_over = self.store.running(request.key) is not None, False
+        while not entry.committed:
+            lookup = self.store.running(request.key) or self._start(request, entry, progress)
+            task, called = lookup.task, lookup.inputs.encoder_address
+            progress = sequence.progress[request.key] = lookup.inputs.progress
+            now = asyncio.get_running_loop().time()
             may_take_over = joined and called != address and not has_taken_over
             if may_take_over:
                 timeout_s = progress.started_at + self.takeover_s - now
@@ -270,74 +235,34 @@ class EmbeddingSource:
                     # The error has the address that the gateway named, even if another was called.
                     message = f"encoder {called} did not send the embedding in time"
                     raise EncoderFailed(message, address)
-            joint = fetch.join()
+            joint = task.join()
             try:
                 finished, _ = await asyncio.wait({joint}, timeout=max(0.0, timeout_s))
                 if not finished:
-                    # Another sequence may have replaced the fetch meanwhile.
-                    if may_take_over and write.fetch is fetch and not fetch.task.done():
+                    # Another sequence may have replaced the lookup meanwhile.
+                    if may_take_over and self.store.running(request.key) is lookup:
                         has_taken_over = True
-                        self._start(write, address)
+                        self._start(request, entry, progress)
                     continue
             finally:
                 joint.cancel()
-            # After an error of another address, the next turn starts a fetch from this address.
+            # After an error of another address, the next turn starts a lookup at this address.
             if not joint.cancelled() and (error := joint.exception()) and called == address:
                 raise _copy_of(error, address)
+        progress.report(in_work=True)  # for the sequence's other images, see `last_work_at`
         if joined:
-            self.metrics.hits.labels("joined").inc()
+            self.store.hits.labels("joined").inc()
         return request
 
-    def _start(self, write: _EmbeddingWrite, address: str) -> SharedTask[None]:
-        """Starts a fetch, which writes after the fetch that it replaces has ended. Sequences that
-        wait for the replaced fetch wait for the new fetch.
+    def _start(
+        self, request: ImageRequest, entry: ArenaEntry, progress: FetchProgress
+    ) -> Lookup[Fetch]:
+        """Starts a lookup that calls the sequence's encoder. A lookup under way is replaced, and
+        the sequences that wait for it wait for the new lookup then.
         """
-        self.arena.acquire(write.entry)
-        replaced = write.fetch.task if write.fetch is not None else None
-        write.encoder_address = address
-        write.progress.start()
-        write.fetch = SharedTask(self._fetch(write, address, replaced))
-        write.fetch.task.add_done_callback(lambda _: self.release(write.entry))
-        if replaced is not None:
-            replaced.cancel()
-        return write.fetch
-
-    async def _fetch(
-        self, write: _EmbeddingWrite, address: str, replaced: asyncio.Task[None] | None
-    ) -> None:
-        entry = write.entry
-        if replaced is not None:
-            try:
-                await asyncio.wait((replaced,))
-            except asyncio.CancelledError:
-                # This fetch is cancelled, too, and must not end before the first writer has.
-                await asyncio.wait((replaced,))
-                raise
-            if entry.committed:
-                return
-        try:
-            view = self.arena.view(entry)
-            digest = None
-            if self.cache is not None:
-                digest = await self.cache.read(entry.key, entry.spec, view)
-                counter = self.metrics.misses if digest is None else self.metrics.hits
-                counter.labels("redis").inc()
-            if digest is None:
-                started = time.monotonic()
-                fetched = await self.fetcher.fetch(
-                    address, entry.key, entry.spec, view, write.progress
-                )
-                digest = fetched.digest
-                self.metrics.hits.labels("encoder").inc()
-                self.metrics.fetch.observe(time.monotonic() - started)
-                self.metrics.fetch_bytes.labels(fetched.path).inc(entry.spec.size_bytes)
-        except EncoderFailed as error:
-            self.metrics.fetch_errors.labels(error.kind).inc()
-            raise
-        entry.digest = digest
-        write.progress.report(in_work=True)  # for the sequence's other images, see `last_work_at`
-        del self._writes[entry.key]
-        self.arena.commit(entry)
+        progress.start()
+        fetch = Fetch(request.encoder_address, progress)
+        return self.store.start(request.key, request.spec, fetch, entry=entry)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,135 @@
+"""The vision tower as the last tier of the encoder's embedding store: it computes embeddings."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from services.common.embeddings.embedding_write import EmbeddingWrite
+from services.common.embeddings.store import Lookup, Tier
+from services.common.errors import Overloaded
+from services.encoder.engine.messages import StageTimes
+from services.encoder.front.admission import Admission
+from services.encoder.front.engine_client import EngineClient, EngineJob
+from services.encoder.front.source_store import SourceStore, Work
+from services.encoder.metrics import EncoderMetrics
+
+_MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients ignore a longer wait
+
+
+@dataclass(frozen=True, slots=True)
+class _Encode:
+    """An image in work.
+
+    Attributes:
+        job: the engine's job.
+        begun_at: time at which the lookup started, as `time.monotonic()`.
+        num_queued_patches: number of patches of all images in work at that time, this image
+            included.
+    """
+
+    job: EngineJob
+    begun_at: float
+    num_queued_patches: int
+
+
+class TowerTier(Tier[Work]):
+    """Computes embeddings in the engine process, within bounds and in a fair order.
+
+    The engine gets an image when its lookup starts, so that the image is decoded while Redis, which
+    rarely has the embedding, is asked.
+
+    Args:
+        engine: the client of the engine process.
+        admission: bounds and orders the images in work.
+        metrics: the encoder's metrics.
+        sources: gets the inputs of each embedding that was found or computed.
+        max_queued_bytes: the most bytes of files in work; more are refused at once.
+    """
+
+    name = "tower"
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        admission: Admission,
+        metrics: EncoderMetrics,
+        sources: SourceStore,
+        *,
+        max_queued_bytes: int = 1 << 30,
+    ) -> None:
+        self._engine = engine
+        self._admission = admission
+        self._metrics = metrics
+        self._sources = sources
+        self._max_queued_bytes = max_queued_bytes
+        self._encodes: dict[Lookup[Work], _Encode] = {}
+        self._queued_bytes = 0
+        self._s_per_patch = 0.0  # measured on the last image; 0 before the first
+        metrics.backlog_seconds.set_function(self._backlog_s)
+        metrics.queue_images.set_function(lambda: len(self._encodes))
+        metrics.queue_patches.set_function(lambda: admission.num_patches)
+
+    def begin(self, lookup: Lookup[Work]) -> None:
+        """Admits an image, and sends it to the engine.
+
+        Raises:
+            Overloaded: too much is in work already. The error says when to try again.
+            Unavailable: the engine process has ended.
+        """
+        source, unit, share = lookup.inputs
+        is_full = self._queued_bytes + source.num_bytes > self._max_queued_bytes
+        rank = None if is_full else self._admission.enter(share, unit.num_patches)
+        if rank is None:
+            retry_after_s = min(max(self._backlog_s(), 1.0), _MAX_RETRY_AFTER_S)
+            raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
+        try:
+            job = self._engine.submit(source, unit, rank, share.tenant)
+        except BaseException:
+            self._admission.leave(share, unit.num_patches)
+            raise
+        self._queued_bytes += source.num_bytes
+        self._encodes[lookup] = _Encode(job, time.monotonic(), self._admission.num_patches)
+
+    async def find(self, lookup: Lookup[Work]) -> bool:
+        """Has the engine compute the embedding."""
+        if (write := await lookup.place()) is None:
+            return True
+        encode = self._encodes[lookup]
+        write.retain()  # for the engine, even if no caller waits any more
+        self._engine.place(encode.job, write)
+        encode.job.done.add_done_callback(lambda done: self._written(write, encode.job.rank, done))
+        times = await asyncio.shield(encode.job.done)
+        lookup.seconds |= {
+            stage.removesuffix("_s"): seconds
+            for stage, seconds in msgspec.structs.asdict(times).items()
+        }
+        for stage, seconds in lookup.seconds.items():
+            self._metrics.stages.labels(stage).observe(seconds)
+        # The image has also waited for the images before it: the time is that of all.
+        self._s_per_patch = (time.monotonic() - encode.begun_at) / encode.num_queued_patches
+        return True
+
+    def end(self, lookup: Lookup[Work], *, succeeded: bool) -> None:
+        """Ends the accounting of an image, and stores its inputs if the lookup has succeeded."""
+        source, unit, share = lookup.inputs
+        self._engine.cancel(self._encodes.pop(lookup).job)  # no effect on a job that has ended
+        self._admission.leave(share, unit.num_patches)
+        self._queued_bytes -= source.num_bytes
+        if succeeded:
+            self._sources.put(lookup.key, lookup.inputs)
+
+    def _written(
+        self, write: EmbeddingWrite, rank: float, done: "asyncio.Future[StageTimes]"
+    ) -> None:
+        """Commits a writing that the engine has ended, unless it has failed, and releases it."""
+        self._admission.ran(rank)  # the engine is done with the image of this rank
+        if done.exception() is None:
+            self._metrics.images_encoded.inc()
+            write.commit()
+        write.release()
+
+    def _backlog_s(self) -> float:
+        """Returns the seconds that the images in work will take, at the speed of the last image."""
+        return self._admission.num_patches * self._s_per_patch
