@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import sys
 
 import httpcore2
 import pytest
@@ -15,6 +16,15 @@ gc.disable()  # until all is imported and collected: millions of objects, none o
 
 # Reading the list of authorities takes a client 30 ms. Those of tests share what was read once.
 httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seeds torch before the fixtures, so that the random tensors of a test do not depend on the
+    tests that its process ran before.
+    """
+    if (torch := sys.modules.get("torch")) is not None and "gpu" not in item.path.parts:
+        torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

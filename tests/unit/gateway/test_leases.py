@@ -115,15 +115,17 @@ async def test_retry_after_is_when_a_like_part_of_all_gateways_has_left_the_wind
 ) -> None:
     async with gateways(redis_server.url, 2) as found:
         who = tenant(tokens_per_minute=1000)
-        start = time.monotonic()
+        first = time.monotonic()
         for leases in found:
             for _ in range(5):
                 await use(leases, who, 100)
             await asyncio.sleep(5 * TIMES.sync)  # what it has not used is given back
+        last = time.monotonic()
         with pytest.raises(RateLimited) as refused:
             await use(found[0], who, 200)
-        expected = start + WINDOW_S - time.monotonic()
-        assert refused.value.retry_after_s == pytest.approx(expected, abs=0.3)
+        # The tokens leave the window as late after they were used as it is long.
+        least = first + WINDOW_S - time.monotonic()
+        assert least - 0.3 <= refused.value.retry_after_s <= least + (last - first) + 0.3
 
 
 async def test_a_redis_that_has_forgotten_opens_nothing(redis_server: RedisServer) -> None:
