@@ -184,7 +184,7 @@ def test_small_frames_are_enlarged_on_request(stack):
 FOUR = [0, 1, 2, 3]
 # By name: the part, fields of the request, the field that the error names, words of its message.
 REFUSED = {
-    "one frame": (video(clip(), num_frames=1), {}, f"{PLACE}.num_frames", ">= 2"),
+    "one frame": (video(clip(), num_frames=1), {}, f"{PLACE}.num_frames", "at least 2"),
     "no frame": (video(clip()), of_media(num_frames=0), f"{MEDIA}.video.num_frames", "-1 for all"),
     "below all": (video(clip(), num_frames=-2), {}, f"{PLACE}.num_frames", ">= -1"),
     "one of a list": (video(clip()), of_processor(num_frames=[1]), f"{PROCESSOR}.num_frames", "2"),

@@ -50,7 +50,7 @@ class GrammarRules:
             self._num_chars += len(text)
             if self._num_chars > MAX_GRAMMAR_CHARS:
                 raise InvalidGrammar(
-                    f"their grammar has more than {MAX_GRAMMAR_CHARS} characters",
+                    f"the grammar of the tools has more than {MAX_GRAMMAR_CHARS} characters",
                     param=self._param,
                 )
         return name

@@ -45,7 +45,7 @@ class PromptScores:
         if wanted is not None and prompt_tokens * (wanted + 1) > MAX_PROMPT_LOGPROBS:
             most = MAX_PROMPT_LOGPROBS // (wanted + 1)
             raise InvalidRequest(
-                f"with {wanted} alternatives a prompt may have {most} tokens; "
+                f"with {wanted} alternatives, a prompt may have at most {most} tokens; "
                 f"it has {prompt_tokens}",
                 param="prompt_logprobs",
             )

@@ -212,7 +212,8 @@ class _Writer:
         if self._parser is Llama3JsonParser:
             # Calls have no tags, so the parser cannot tell an answer of JSON from a call.
             raise InvalidRequest(
-                "not supported together with tools in the model's form of calls", param=asked.param
+                "not supported together with tools, because this model writes calls as bare JSON",
+                param=asked.param,
             )
         return self.rules.rule(_answer(asked))
 
@@ -338,7 +339,7 @@ def _answer(asked: Grammar) -> str:
         return " | ".join(map(_literal, msgspec.json.decode(asked.text)))
     if asked.kind == "regex":
         return f"/{_SLASH.sub(_escape_slash, asked.text)}/"
-    raise InvalidRequest("not supported together with tools", param=asked.param)
+    raise InvalidRequest("a grammar is not supported together with tools", param=asked.param)
 
 
 def _escape_slash(match: re.Match[str]) -> str:

@@ -61,7 +61,7 @@ def read_tools(request: ChatRequest, parser: type[CallParser] | None) -> ToolCal
     if not tools or choice == "none":
         return None
     if parser is None:
-        raise InvalidRequest("the model's chat template has no tools", param="tools")
+        raise InvalidRequest("the model's chat template takes no tools", param="tools")
     functions = {tool.function.name: tool.function for tool in tools}
     places = {name: index for index, name in enumerate(functions)}
     required = choice == "required"

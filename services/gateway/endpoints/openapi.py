@@ -98,7 +98,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/version"): Operation("The version of this software"),
     ("GET", "/health"): Operation("200 while the process answers"),
     ("GET", "/ping"): Operation("200 while the process answers"),
-    ("GET", "/ready"): Operation("200 once requests get answers, until it drains"),
+    ("GET", "/ready"): Operation("200 while requests are served; 503 at start and end"),
     ("GET", "/openapi.json"): Operation("This document"),
     ("GET", "/docs"): Operation("This document as a page", media_type="text/html"),
     ("GET", "/"): Operation("The chat page", media_type="text/html"),

@@ -96,7 +96,7 @@ async def _draft(
     if not ids:
         raise InvalidRequest("the prompt is empty", param=param)
     if service.prompts.has_placeholder(ids):
-        raise InvalidRequest("a prompt of text has no images", param=param)
+        raise InvalidRequest("the prompt contains the placeholder of an image", param=param)
     return Draft(ids)
 
 

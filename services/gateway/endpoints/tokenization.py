@@ -112,7 +112,10 @@ async def tokenize(service: ChatService, request: Request, slot: Slot, body: Bod
         service.tokenizer.check_length(text, max_model_len, "prompt")
         tokens = await service.drafts.encode(text, add_special_tokens=parsed.add_special_tokens)
     elif parsed.add_special_tokens and service.tokenizer.encode_prompt("", True):
-        raise InvalidRequest("chat templates add them", param="add_special_tokens")
+        raise InvalidRequest(
+            "not supported with messages: the chat template adds the special tokens",
+            param="add_special_tokens",
+        )
     else:
         chat = ChatRequest(parsed.messages or [], parsed.model)
         for name in (
@@ -136,7 +139,8 @@ async def detokenize(service: ChatService, request: Request, slot: Slot, body: B
     decoder = service.decoder(parsed.model)
     if len(parsed.tokens) > decoder.max_model_len:
         raise InvalidRequest(
-            f"more than {decoder.max_model_len} tokens, the model's context", param="tokens"
+            f"has more than {decoder.max_model_len} tokens, which is the model's context length",
+            param="tokens",
         )
     check_ids("tokens", parsed.tokens, decoder.vocab_size)
     bytes_of, run = service.tokenizer.token_bytes, service.parsers.run

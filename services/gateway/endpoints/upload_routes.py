@@ -73,7 +73,7 @@ async def delete_upload(
 
 def _uploads(service: ChatService) -> Uploads:
     if service.images is None:
-        raise InvalidRequest("the model takes text alone")
+        raise InvalidRequest("the model takes only text")
     return Uploads(service.encoders)
 
 
@@ -81,5 +81,5 @@ def _file_in(body: Body) -> bytes:
     url = _parse(body).url
     kind = VIDEO if url.startswith("data:video/") else _IMAGE
     if not url.startswith("data:"):
-        raise InvalidRequest("an upload is a data: URL, or the file itself", param="url")
+        raise InvalidRequest("an upload is the file itself, or a data: URL in JSON", param="url")
     return decode_data_url(url, _MAX_BYTES, kind)

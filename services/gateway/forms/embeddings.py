@@ -90,7 +90,7 @@ def _read_file(text: str) -> list[list[int]]:
     try:
         data = pybase64.b64decode(text, validate=True)
     except ValueError:
-        raise InvalidRequest("the grid is no base64") from None
+        raise InvalidRequest("the grid is not valid base64") from None
     place = find_tensor(data, INTEGERS)
     if place.shape[-1] != 3 or len(place.shape) > 2:
         raise InvalidRequest("a grid is three numbers: t, h, w")

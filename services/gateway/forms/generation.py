@@ -153,7 +153,7 @@ def check_generation(request: GenerationFields) -> None:
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("not available in a stream", param="prompt_logprobs")
     if request.truncate_prompt_tokens == 0:
-        raise InvalidRequest("nothing would be left of the prompt", param="truncate_prompt_tokens")
+        raise InvalidRequest("0 would leave nothing of the prompt", param="truncate_prompt_tokens")
     for name, bias in (request.logit_bias or {}).items():
         if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
             raise InvalidRequest(
@@ -161,6 +161,6 @@ def check_generation(request: GenerationFields) -> None:
                 param=f"logit_bias.{name[:100]}",
             )
     if request.cache_salt is not None and not _SALT.fullmatch(request.cache_salt):
-        raise InvalidRequest("cache_salt must not hold @, / or \\", param="cache_salt")
+        raise InvalidRequest("cache_salt must not contain @, / or \\", param="cache_salt")
     if request.cache_salt is not None and len(request.cache_salt.encode()) > MAX_SALT_BYTES:
         raise InvalidRequest(f"more than {MAX_SALT_BYTES} bytes", param="cache_salt")

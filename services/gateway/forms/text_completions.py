@@ -117,7 +117,9 @@ def _check(request: CompletionRequest) -> None:
             f"give a text, token ids, or 1 to {MAX_PROMPTS} of one kind", param="prompt"
         )
     if len(prompts) * (request.n or 1) > MAX_PROMPTS:
-        raise InvalidRequest(f"at most {MAX_PROMPTS} answers to all prompts", param="n")
+        raise InvalidRequest(
+            f"all prompts together may have at most {MAX_PROMPTS} answers", param="n"
+        )
     if request.stream and request.echo and request.logprobs is not None and (request.n or 1) > 1:
         raise InvalidRequest("a stream of several answers has no logprobs of the prompt", param="n")
     if request.max_tokens == 0 and not request.echo:

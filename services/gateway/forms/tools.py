@@ -101,7 +101,7 @@ def check_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None
         name = tool.function.name
         if name in names:
             path = f"tools[{index}].function.name"
-            raise InvalidRequest(f"a second function is named {name}", param=path)
+            raise InvalidRequest(f"two functions have the name {name}", param=path)
         check_nesting(tool.function.parameters, f"tools[{index}].function.parameters")
         names.add(name)
     param = "tool_choice.function"

@@ -167,7 +167,7 @@ class MultimodalOptions(Struct, kw_only=True, forbid_unknown_fields=True):
         for name, value in (("fps", self.fps), ("num_frames", self.num_frames)):
             if isinstance(value, list) and len(value) != num_videos:
                 raise InvalidRequest(
-                    f"a list has a value for each video of the request, not {len(value)}",
+                    f"a list needs one value for each video of the request; it has {len(value)}",
                     param=f"{place}.{name}",
                 )
 
@@ -229,7 +229,8 @@ class VideoChoice:
         for place, scope in scopes:
             if scope.num_frames in (0, 1):
                 raise InvalidRequest(
-                    f"num_frames is >= 2, or {_ALL} for all frames", param=f"{place}.num_frames"
+                    f"num_frames must be at least 2, or {_ALL} for all frames",
+                    param=f"{place}.num_frames",
                 )
             if scope.fps is not None and scope.num_frames not in (None, _ALL):
                 raise InvalidRequest("fps and num_frames exclude each other", param=f"{place}.fps")

@@ -182,7 +182,7 @@ class ImageReader:
             self.geometry.check(unit)
             if unit.num_patches > max_patches:
                 raise InvalidImage(
-                    f"the grid has {unit.num_patches} patches, more than {max_patches}"
+                    f"the grid has {unit.num_patches} patches; at most {max_patches} are allowed"
                 )
         num_tokens = [self.geometry.num_tokens(unit) for unit in units]
         files = await self.embeddings.load(source.url, num_tokens, slot)

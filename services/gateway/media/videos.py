@@ -303,19 +303,21 @@ class VideoReader:
     def _of_stills(self, source: VideoSource, stills: Sequence[bytes]) -> Video:
         wanted, count = source.sampling, len(stills)
         if wanted.num_frames not in (None, count) or (wanted.max_frames or count) < count:
-            raise InvalidRequest(f"the video is given as {count} frames, of which none is left out")
+            raise InvalidRequest(
+                f"the video is given as {count} frames, and given frames are never left out"
+            )
         sizes: set[Size] = set()
         for still in stills:
             sizes.add(header_within(still, self.bounds).upright_size)
         if len(sizes) > 1:
-            raise InvalidVideo("the frames of a video are of one size")
+            raise InvalidVideo("all frames of a video must have the same size")
         taken = source.taken
         rate = taken.rate or self.pairs.fps or 2.0
         is_less = wanted.fps != rate and len(self.pairs.indices(count, rate, wanted)) < count
         if taken.is_sampled and is_less:
             raise InvalidRequest(
-                f"the video is given as {count} frames, of which none is left out: send fewer of "
-                "them, or leave out do_sample_frames"
+                f"the video is given as {count} frames, and given frames are never left out: send "
+                "fewer frames, or leave out do_sample_frames"
             )
         clip = Clip(taken.num_frames or count, rate, sizes.pop() if sizes else (1, 1))
         digests = dict(enumerate(map(still_digest, stills)))
@@ -347,8 +349,8 @@ class VideoReader:
         most = self.bounds.max_video_frames
         if num_frames > most:
             raise InvalidRequest(
-                f"{num_frames} frames are wanted; at most {most} of all videos of a request are "
-                "served: lower fps, num_frames or max_frames"
+                f"{num_frames} frames would be sampled; all videos of a request may have at most "
+                f"{most}: lower fps, num_frames or max_frames"
             )
 
     def _check_bytes(self, num_bytes: int) -> None:
@@ -361,9 +363,10 @@ class VideoReader:
         self._check_number(sum(each.usage.frames for each in (*others, video)))
         unit = video.units[0]
         if unit.num_patches > max_patches:
+            num_pixels = math.prod(self.pairs.size_of(unit))
             raise InvalidVideo(
-                f"a frame has {math.prod(self.pairs.size_of(unit))} pixels after resizing, more "
-                "than are served: set cap_pixels_per_frame, or take more frames"
+                f"a frame has {num_pixels} pixels after resizing, which is too many: set "
+                "cap_pixels_per_frame, or sample more frames"
             )
 
 

@@ -1,12 +1,13 @@
-"""A model's chat template: messages to text and added tokens, as transformers renders them.
+"""A model's chat template, which turns messages into text and added tokens as transformers does.
 
-A request's text must never become an added token, but the template writes its own added tokens
-beside it. So each string of the request (messages, tools, options) is a traced text
-(`traced_text.py`) while the template is rendered, and added tokens are looked for in the shadow of
-what is rendered, where the request's characters are blank.
+The template writes added tokens, such as `<|im_end|>`, beside the text of the request. The same
+characters in the request's text must never become an added token. Each string of the request
+(messages, tools, options) is therefore a traced text (`traced_text.py`) while the template is
+rendered. The result has a shadow in which the request's characters are blank, so an added token
+that is found in the shadow was written by the template.
 
-`PromptBuilder` renders with it. Messages that a template refuses are an `InvalidRequest`; a
-template that is missing or not valid is a `ModelSpecError` at start.
+`PromptBuilder` calls `ChatTemplate.render`. If the template refuses the messages, it raises an
+`InvalidRequest`. A template that is missing or not valid is a `ModelSpecError` at start.
 """
 
 import re
@@ -34,7 +35,7 @@ _SPECIAL_TOKEN_NAMES = (
 )  # fmt: skip
 
 _PROBE = "a late system message"
-# Variables that are not a request's to set.
+# Variables that a request may not set.
 RESERVED = frozenset(
     (
         "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
@@ -42,12 +43,12 @@ RESERVED = frozenset(
         "namespace", *_SPECIAL_TOKEN_NAMES,
     )
 )  # fmt: skip
-# Words of the API that templates compare with.
+# Words of the API with which templates compare. They stay plain strings.
 _TYPES = frozenset(("text", "image", "video", "function"))
 # The text that transformers appends to a message that is to be continued. Its last character shows
 # whether the template trims.
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
-# What rendering raises if the messages are not what the template expects.
+# Exceptions of rendering that mean that the messages are not those that the template expects.
 _REFUSALS = (
     jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
     RecursionError,
@@ -61,14 +62,15 @@ class Conversation:
     """The input of a chat template.
 
     Attributes:
-        messages: dicts of `role` and `content`; content is a string, or a list of
-            `{"type": "text", "text": ...}`, `{"type": "image"}` and `{"type": "video"}`. Further:
-            `tool_calls`, `tool_call_id`, `name`, `reasoning_content`.
+        messages: dicts with `role`, `content`, and optionally `tool_calls`, `tool_call_id`, `name`
+            and `reasoning_content`. The content is a string, or a list of
+            `{"type": "text", "text": ...}`, `{"type": "image"}` and `{"type": "video"}`.
         tools: definitions in OpenAI's shape. None if the request has no tools.
-        options: further variables of the template.
-        add_generation_prompt: the prompt ends with the beginning of the model's turn.
-        continue_final_message: it ends with the last message's text instead.
-        ignored: fields of the request that change no answer of this model.
+        options: values of the template's other variables, such as `enable_thinking`.
+        add_generation_prompt: True if the prompt ends with the beginning of the model's turn.
+        continue_final_message: True if the prompt ends with the text of the last message, which the
+            model then continues.
+        ignored: names of the request's fields that have no effect on this model's answers.
     """
 
     messages: Sequence[Message]
@@ -82,7 +84,7 @@ class Conversation:
 
     @cached_property
     def text(self) -> str:
-        """Every string of the request that the template may write, with NULs between them."""
+        """All strings of the request that the template may write, joined by NUL characters."""
         return "\0".join(strings_of([*self.messages, *(self.tools or ()), self.options]))
 
 
@@ -91,12 +93,12 @@ class ChatTemplate:
 
     Args:
         source: the Jinja template.
-        special_tokens: `bos_token` and the like, by the names that templates use.
+        special_tokens: special tokens by the names that templates use, such as `bos_token`.
         added: the tokenizer's added tokens by content.
 
     Attributes:
-        variables: names that a request's options may set.
-        takes_tools: the template writes tools.
+        variables: names of the variables that a request may set.
+        takes_tools: True if the template writes tools.
 
     Raises:
         ModelSpecError: the template is not valid Jinja.
@@ -114,14 +116,15 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ModelSpecError(f"the chat template is not valid: {error}") from None
         self._special_tokens = dict(special_tokens)
-        # An alternation takes the first that matches: the longest, as `tokenizers` does.
+        # Longer tokens come first, because a regular expression takes the first alternative that
+        # matches, and `tokenizers` takes the longest token.
         contents = sorted((c for c in added if BLANK not in c), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, contents)) or "(?!)")
         self.source = source
 
     @cached_property
     def takes_late_system(self) -> bool:
-        """Tells whether later system messages than the first are rendered."""
+        """Returns whether the template renders system messages that are not the first message."""
         user, first, late = (
             {"role": "user", "content": "u"},
             {"role": "system", "content": "f"},
@@ -131,7 +134,9 @@ class ChatTemplate:
         return all(_PROBE in "".join(p for p, _ in self.probed(*probe)) for probe in probes)
 
     def probed(self, *messages: Message) -> list[tuple[str, bool]]:
-        """Returns the pieces of a prompt of the messages. Empty if the template refuses them."""
+        """Returns the pieces of a prompt made of some messages, to find out what the template does
+        with them. Empty if the template refuses them.
+        """
         try:
             return list(self.render(Conversation(messages=messages, options={})))
         except InvalidRequest:
@@ -157,7 +162,7 @@ class ChatTemplate:
         """Yields the prompt in pieces, in order.
 
         Yields:
-            A piece, and whether the piece is an added token that the template writes.
+            A piece, and True if the piece is an added token that the template has written.
 
         Raises:
             InvalidRequest: the template refuses the messages.
@@ -198,7 +203,7 @@ def _traced_message(message: Message) -> dict[str, Any]:
 
 
 def _traced(value: object) -> Any:  # noqa: ANN401
-    """A JSON value with traced texts and keys; `type` is a word of the API."""
+    """Returns a JSON value with traced texts in place of strings, except for values of `type`."""
     if isinstance(value, str):
         return request_text(value)
     if isinstance(value, Mapping):
@@ -214,7 +219,7 @@ def _traced(value: object) -> Any:  # noqa: ANN401
 
 
 def _text_part(message: Mapping[str, Any]) -> tuple[Any, str]:
-    """The place of a message's text, or of its last text part: an object and a key.
+    """Returns the place of a message's text, or of its last text part, as an object and a key.
 
     Raises:
         InvalidRequest: the message has no text.
@@ -228,7 +233,7 @@ def _text_part(message: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _cut(rendered: str, message: Message) -> str:
-    """The prompt up to the end of the last message's text.
+    """Returns the prompt up to the end of the last message's text.
 
     Raises:
         InvalidRequest: the template has left the text out, or changed it.
@@ -242,14 +247,15 @@ def _cut(rendered: str, message: Message) -> str:
         )
     if rendered.startswith(_CONTINUED, end):
         return rendered[:end]
-    return rendered[:end].rstrip()  # the template has trimmed the text
+    return rendered[:end].rstrip()  # The template has trimmed the text.
 
 
 def read_template(directory: Path) -> str:
-    """The chat template: chat_template.jinja, else chat_template.json or tokenizer_config.json.
+    """Returns the chat template of a checkpoint, from chat_template.jinja, chat_template.json or
+    tokenizer_config.json. The first of these files that has a template counts.
 
     Raises:
-        ModelSpecError: there is none.
+        ModelSpecError: no file has a chat template.
     """
     path = directory / "chat_template.jinja"
     if path.exists():
@@ -259,7 +265,7 @@ def read_template(directory: Path) -> str:
         if not path.exists():
             continue
         template = read_json(path).get("chat_template")
-        if isinstance(template, list):  # several, by name
+        if isinstance(template, list):  # The file has several templates, by name.
             named = cast("list[dict[str, str]]", template)
             template = {entry["name"]: entry["template"] for entry in named}.get("default")
         if isinstance(template, str):
@@ -268,7 +274,7 @@ def read_template(directory: Path) -> str:
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """`bos_token` and the like, from tokenizer_config.json: a string each, or a dict with one.
+    """Returns the special tokens of tokenizer_config.json by name, such as `bos_token`.
 
     Raises:
         ModelSpecError: the file is malformed.

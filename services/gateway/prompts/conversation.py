@@ -74,11 +74,11 @@ class ConversationReader:
             tokenizer, spec.vision.geometry.image_token_id
         )
 
-    def read(self, request: ChatRequest, cut: range = range(0)) -> Conversation:
+    def read(self, request: ChatRequest, omitted: range = range(0)) -> Conversation:
         """Returns the conversation that is rendered for a request.
 
         Args:
-            cut: indices of messages that are left out.
+            omitted: indices of messages that are left out, because the conversation is too long.
 
         Raises:
             InvalidRequest: the messages or options do not fit the model or its chat template.
@@ -86,9 +86,9 @@ class ConversationReader:
         if self._no_videos:
             _refuse(request, AnyVideo, InvalidRequest, f"{_NO_VIDEOS}: {self._no_videos}")
         messages, images, videos = read_messages(
-            request, self._bounds, takes_images=self._takes_images, cut=cut
+            request, self._bounds, takes_images=self._takes_images, omitted=omitted
         )
-        ignored = [*self._unused_fields(request), *(("messages",) if cut else ())]
+        ignored = [*self._unused_fields(request), *(("messages",) if omitted else ())]
         if not self._template.takes_late_system and _join_systems(messages):
             ignored.append("messages.role")
         calls = (call["function"] for each in messages for call in each.get("tool_calls", ()))
@@ -101,7 +101,7 @@ class ConversationReader:
         tools = None
         if request.tools and request.tool_choice != "none":
             if not self._template.takes_tools:
-                raise InvalidRequest("the model's chat template has no tools", param="tools")
+                raise InvalidRequest("the model's chat template takes no tools", param="tools")
             tools = definitions(request.tools)
         continues = bool(request.continue_final_message)
         return Conversation(
@@ -133,11 +133,13 @@ class ConversationReader:
         for name, value in (request.chat_template_kwargs or {}).items():
             param = f"chat_template_kwargs.{name[:100]}"
             if name in RESERVED:
-                raise InvalidRequest(f"{name} is not a variable to be set", param=param)
+                raise InvalidRequest(f"the template variable {name} cannot be set", param=param)
             if value is None or (name == "enable_thinking" and self._has_thinking_fixed(value)):
                 continue
             if name not in variables:
-                raise InvalidRequest(f"the model's chat template has no {name[:100]}", param=param)
+                raise InvalidRequest(
+                    f"the model's chat template has no variable {name[:100]}", param=param
+                )
             check_nesting(value, param)
             options[name] = value
         thinks = request.enable_thinking
@@ -183,11 +185,11 @@ class ConversationReader:
                 path = f"messages[{index}].role"
             else:
                 continue
-            raise InvalidRequest("the model's chat template has no tool calls", param=path)
+            raise InvalidRequest("the model's chat template takes no tool calls", param=path)
 
     def _has_thinking_fixed(self, value: object) -> bool:
-        """Returns whether the template has no switch for thinking, and `value` is what the model
-        does in any case.
+        """Returns whether the template has no variable that switches thinking, and the model thinks
+        or does not think as `value` asks.
         """
         return "enable_thinking" not in self._template.variables and value is self._thinks
 
@@ -205,7 +207,7 @@ class ConversationReader:
 
 
 def read_messages(
-    request: ChatRequest, bounds: Bounds, *, takes_images: bool, cut: range = range(0)
+    request: ChatRequest, bounds: Bounds, *, takes_images: bool, omitted: range = range(0)
 ) -> tuple[list[dict[str, Any]], list[ImageSource], list[VideoSource]]:
     """Separates a request's messages into messages for the chat template, images and videos.
 
@@ -215,7 +217,7 @@ def read_messages(
     Args:
         bounds: bounds on the number of images and videos.
         takes_images: True if the model takes images.
-        cut: indices of messages that are left out.
+        omitted: indices of messages that are left out.
 
     Returns:
         The messages, the images and the videos, each in order.
@@ -235,7 +237,9 @@ def read_messages(
         (_Image, "images", bounds.max_images_per_request),
         (AnyVideo, "videos", bounds.max_videos_per_request),
     ):
-        count = counts[noun] = sum(isinstance(part, kind) for _, part, _ in _parts(request, cut))
+        count = counts[noun] = sum(
+            isinstance(part, kind) for _, part, _ in _parts(request, omitted)
+        )
         _check_count(count, noun, limit)
     if counts["videos"] and request.mm_processor_kwargs is not None:
         request.mm_processor_kwargs.check(counts["videos"], _KWARGS)
@@ -244,7 +248,7 @@ def read_messages(
     messages = [
         _template_message(message, f"messages[{index}]", request, images, videos, takes_images)
         for index, message in enumerate(request.messages)
-        if index not in cut
+        if index not in omitted
     ]
     _check_count(sum(i.num_images for i in images), "images", bounds.max_images_per_request)
     return messages, images, videos
@@ -259,10 +263,12 @@ def _check_count(count: int, noun: str, limit: int) -> None:
         )
 
 
-def _parts(request: ChatRequest, cut: range = range(0)) -> Iterator[tuple[Message, Part, str]]:
+def _parts(request: ChatRequest, omitted: range = range(0)) -> Iterator[tuple[Message, Part, str]]:
     """Yields the parts of all messages, each with its message and its path in the request."""
     for index, message in enumerate(request.messages):
-        parts = message.content if isinstance(message.content, list) and index not in cut else ()
+        parts = (
+            message.content if isinstance(message.content, list) and index not in omitted else ()
+        )
         for position, part in enumerate(parts):
             yield message, part, f"messages[{index}].content[{position}]"
 
@@ -276,7 +282,7 @@ def _refuse(
         kinds: classes of the parts that are refused.
         error: class of the error.
         why: message of the error.
-        role: role of the messages that are searched. Empty if all messages are.
+        role: role of the messages that are searched. Empty if all messages are searched.
     """
     for message, part, path in _parts(request):
         if isinstance(part, kinds) and role in ("", message.role):
@@ -288,7 +294,7 @@ def _join_systems(messages: list[dict[str, Any]]) -> bool:
     templates that take only one system message there.
 
     Returns:
-        Whether a system message stood behind another message.
+        True if a system message came after another message.
     """
     texts: list[str] = []
     others: list[dict[str, Any]] = []

@@ -138,7 +138,7 @@ class PromptBuilder:
         ):
             if (num_places := np.count_nonzero(is_placeholder)) != len(media):
                 raise InvalidRequest(
-                    f"the chat template placed {num_places} {noun} of {len(media)}",
+                    f"the chat template placed {num_places} of the request's {len(media)} {noun}",
                     param="messages",
                 )
         if not images and not videos:

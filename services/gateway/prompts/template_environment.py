@@ -1,10 +1,11 @@
 """Jinja as transformers configures it for chat templates, with operations that keep traces.
 
 A template sees the same strings as in transformers, and writes the same text. The result of
-rendering is a traced text (`traced_text.py`). Jinja's own operations return plain strings of traced
-texts, so the environment replaces these operations: the output of expressions, concatenation, `%`,
-methods of plain strings, and filters. The result of a filter that cannot keep traces counts as the
-request's if an argument may hold text of the request.
+rendering is a traced text (`traced_text.py`), which knows which characters come from the request.
+Jinja's own operations turn traced texts into plain strings, so the environment replaces them: the
+output of expressions, concatenation, `%`, methods of plain strings, and filters. If a filter cannot
+keep traces and one of its arguments may have text of the request, its whole result counts as text
+of the request.
 
 Numbers are not traced: a template may write a number of the request into the name of a token.
 """
@@ -38,7 +39,7 @@ from services.gateway.prompts.traced_text import (
 Function = Callable[..., Any]
 # Filters that call a method of their first argument.
 _TEXT_FILTERS = ("capitalize", "center", "format", "lower", "trim", "upper")
-# Filters that write no text: they return an argument, parts of it, or a number.
+# Filters that make no new text: they return an argument, elements of an argument, or a number.
 _OTHER_FILTERS = (
     "attr", "count", "d", "default", "first", "items", "last", "length", "list", "map", "max",
     "min", "random", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "unique",
@@ -112,7 +113,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _RequestMarkup(Markup):
-    """Text that HTML filters have made. All of it counts as the request's."""
+    """Text that HTML filters have made. All of it counts as text of the request."""
 
     __slots__ = ()
 
@@ -124,7 +125,7 @@ class _RequestMarkup(Markup):
 
 
 _TEXTS = frozenset((str, TracedText, Markup, _RequestMarkup, bytes))
-# Types of arguments that hold no text of a request.
+# Types of arguments that cannot have text of a request.
 _PLAIN = frozenset(
     (
         str, int, float, bool, type(None), jinja2.Undefined, jinja2.nodes.EvalContext,
@@ -134,7 +135,7 @@ _PLAIN = frozenset(
 
 
 def _text_of(value: object) -> str:
-    """Returns the text that a template writes of a value."""
+    """Returns the text that a template writes for a value."""
     if isinstance(value, str):
         return value if type(value) is not Markup else _RequestMarkup(value)
     return str(value) if type(value) in _PLAIN else request_text(str(value))
@@ -157,7 +158,9 @@ def _on_text(function: Function) -> Function:
 
 
 def _guarded(function: Function) -> Function:
-    """Makes a function's plain string a text of the request if an argument may hold one."""
+    """Wraps a function: if it returns a plain string and an argument may have text of the request,
+    the string counts as text of the request.
+    """
 
     @wraps(function)
     def call(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
@@ -172,7 +175,7 @@ def _guarded(function: Function) -> Function:
 
 
 def _returning_request_text(function: Function) -> Function:
-    """Makes a function's plain string a text of the request."""
+    """Wraps a function: if it returns a plain string, the string counts as text of the request."""
 
     @wraps(function)
     def call(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
@@ -216,8 +219,8 @@ class _JoinedConcatenations(jinja2.visitor.NodeTransformer):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` … `{% endgeneration %}`, around what the model writes: trainers look for
-    it, and it is rendered as if the tags were not there.
+    """The tags `{% generation %}` … `{% endgeneration %}`, by which trainers find the text that the
+    model writes. Here they have no effect.
     """
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface

@@ -9,27 +9,28 @@ place of each character of the request:
     text    <|im_start|>user\nHello<|im_end|>
     shadow  <|im_start|>user\n·····<|im_end|>
 
-An added token that stands in the shadow is the template's. Methods and operators of a traced text
-return traced texts. Where a method cannot tell the characters of its result apart, all of them
-count as the request's. A plain `str` counts as the template's.
+An added token that is found in the shadow was written by the template. Methods and operators of a
+traced text return traced texts. If a method cannot know where the characters of its result come
+from, all of them count as the request's. A plain `str` counts as the template's.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex, cast
 
-# A character that is in no added token, is no white space, and has no upper or lower case.
+# Character in place of the request's characters in shadows. It is in no added token, is no white
+# space, and has no upper or lower case.
 BLANK = "\0"
 _RUN_OF_TEMPLATE = re.compile(f"[^{BLANK}]+")
 
 
 def request_text(text: str) -> str:
-    """Returns a text as one of the request."""
+    """Returns a traced text that counts as the request's."""
     return _traced(text, BLANK * len(text))
 
 
 def template_text(text: str) -> "TracedText":
-    """Returns a text as one of the template, with the methods of traced texts."""
+    """Returns a traced text that counts as the template's."""
     return _new(text, text)
 
 
@@ -74,7 +75,7 @@ def format_traced(
 
 
 def _traced(text: str, shadow: str) -> str:
-    """Returns a text with its shadow: a plain string if all of it is the template's."""
+    """Returns a text with its shadow. If all of it is the template's, this is a plain string."""
     return text if text == shadow else _new(text, shadow)
 
 
@@ -117,7 +118,7 @@ class TracedText(str):
 
     def __add__(self, other: str) -> str:
         if type(other) not in (str, TracedText):
-            return NotImplemented  # Markup escapes what it is added to
+            return NotImplemented  # `Markup` has to escape this text.
         return _traced(str.__add__(self, other), self._shadow + shadow_of(other))
 
     def __radd__(self, other: str) -> str:
@@ -176,7 +177,7 @@ class TracedText(str):
         return head, middle, tail
 
     def _located(self, pieces: Sequence[str], sep: str | None) -> list[str]:
-        """Pieces of the text, in order.
+        """Returns pieces of the text, in order, with their shadows.
 
         Args:
             pieces: the pieces as plain strings.
@@ -239,7 +240,9 @@ class TracedText(str):
         return self._changed(str.upper(self))
 
     def _changed(self, text: str) -> str:
-        """Returns a text with one or more characters in the place of each of this text."""
+        """Returns a text that has one or more characters in place of each character of this text,
+        with its shadow.
+        """
         if len(text) != len(self) or not self._shadow.strip(BLANK):
             return self._rewritten(text)
         shadow = _RUN_OF_TEMPLATE.sub(lambda run: text[run.start() : run.end()], self._shadow)
@@ -255,5 +258,7 @@ class TracedText(str):
         return request_text(str.translate(self, table))
 
     def _rewritten(self, text: str) -> str:
-        """Returns a text that an operation without a counterpart for shadows makes of this one."""
+        """Returns the result of an operation that cannot be repeated on the shadow. All of it
+        counts as the request's, if this text has any character of the request.
+        """
         return text if self._shadow == self else request_text(text)

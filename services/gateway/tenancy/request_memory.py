@@ -46,13 +46,15 @@ class RequestMemory:
         """Counts bytes before they are allocated.
 
         Raises:
-            Overloaded: all requests together would hold too much.
+            Overloaded: all requests together would take too much memory.
         """
         budget = self._budget
         is_small = self.num_bytes + num_bytes <= SMALL_BYTES
         limit = budget.max_bytes if is_small else budget.max_large_bytes
         if budget.held_bytes + num_bytes > limit:
-            raise Overloaded("running requests hold too much data", retry_after_s=1)
+            raise Overloaded(
+                "the gateway's memory is full of the data of running requests", retry_after_s=1
+            )
         budget.held_bytes += num_bytes
         self.num_bytes += num_bytes
 
