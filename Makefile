@@ -208,6 +208,11 @@ sbom: $(DEV) ## write the packages of the images as CycloneDX: build/sbom/*.json
 	done
 	@ls build/sbom
 
+.PHONY: release
+release: $(DEV) ## build wheel, sdist, images' contexts, chart and notes into build/release
+	@$(BIN)/python scripts/ensure_helm.py
+	@PYTHONPATH=. $(BIN)/python scripts/release.py
+
 .PHONY: clean
 clean: ## remove environments, caches and build outputs
 	rm -rf $(VENV) $(LIGHT_VENV) .clients build dist *.egg-info .pytest_cache .ruff_cache .hypothesis \

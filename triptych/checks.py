@@ -33,7 +33,9 @@ def check_installed(*, images: bool) -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise StackError(
-            f"{missing[0]} is not installed: pip install 'triptych[gateway,encoder,decoder,cli]'", 2
+            f"{missing[0]} is not installed: pip install 'triptych[all]', or on a machine "
+            "with NVIDIA GPUs 'triptych[cuda]'",
+            2,
         )
 
 

@@ -5,11 +5,12 @@ Only the subcommand that runs is imported, so that `ask` does not need the servi
 """
 
 import argparse
+import contextlib
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,11 +70,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     if argv[:1] == ["bench"]:  # the load generator parses its own options
-        from benchmarks.serve import main as bench_main
-
+        with _needs("bench"):
+            from benchmarks.serve import main as bench_main
         return bench_main(argv[1:])
     options = build_parser().parse_args(argv)
     return options.run(options)
+
+
+@contextlib.contextmanager
+def _needs(extra: str) -> Iterator[None]:
+    """Ends the command with a line that names `extra` if an import finds no package."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = f"{error.name} is not installed: pip install 'triptych[{extra}]'"
+        print(f"triptych: {missing}", file=sys.stderr)
+        sys.exit(2)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -359,6 +371,6 @@ def _key(options: argparse.Namespace) -> int:
 
 
 def _demo(_: argparse.Namespace) -> int:
-    from triptych.demo import demo
-
+    with _needs("all"):
+        from triptych.demo import demo
     return demo()

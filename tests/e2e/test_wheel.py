@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.noise import PATIENCE_S
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 _SOURCES = ("triptych", "services", "kernels", "demo", "benchmarks")
 _FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE")
 
@@ -50,7 +52,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_installs_one_name(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"triptych", "triptych-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"triptych", f"triptych-{VERSION}.dist-info"}
     inside = {name.removeprefix("triptych/_packages/") for name in names}
     assert {
         "services/gateway/static/index.html", "services/common/pb/decoder_pb2.py",
@@ -73,7 +75,7 @@ def test_it_serves_from_a_directory_with_another_services(installed: Path, tmp_p
             capture_output=True, text=True, timeout=PATIENCE_S,
         ).stdout  # fmt: skip
 
-    assert run("--version") == "triptych 0.1.0\n"
+    assert run("--version") == f"triptych {VERSION}\n"
     assert "text_c256" in run("bench", "--help")
     with (tmp_path / "log").open("w") as log:
         serve = subprocess.Popen(

@@ -7,7 +7,10 @@ from typing import Any
 
 import yaml
 
+from scripts.release import project_version
+
 K8S = Path(__file__).resolve().parents[3] / "deploy" / "k8s"
+VERSION = project_version(K8S.parents[1])  # that of all tags: test_release.py
 _MOST = ("autoscaling", "disruption", "monitoring", "http-route", "ingress", "mtls")
 # What can be combined: overlay and components.
 COMBINATIONS = {

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.deploy.api_server import ApiServer
-from tests.unit.deploy.combinations import K8S
+from tests.unit.deploy.combinations import K8S, VERSION
 from tests.unit.deploy.kustomize import Resource, by_kubectl
 from tests.unit.deploy.test_examples import NAMES, SINGLE, commands_of
 
@@ -63,8 +63,10 @@ def commands(example: str) -> list[tuple[int, str]]:
     text = re.sub(r"examples/qwen3-vl-2b-(gpu|single)", f"examples/{example}", commands_of(example))
     if example == "qwen3-8b-gpu":  # as the README says of it
         text = text.replace("secrets.sh redis token", "secrets.sh token")
-        text = "\n".join(line for line in text.split("\n") if "encoder:0.1.0-gpu --" not in line)
-        text = text.replace(" encoder:0.1.0-gpu", "").replace(
+        text = "\n".join(
+            line for line in text.split("\n") if f"encoder:{VERSION}-gpu --" not in line
+        )
+        text = text.replace(f" encoder:{VERSION}-gpu", "").replace(
             " decoder encoder gateway", " decoder gateway"
         )
     parts = re.split(r"^# (\d+)\. .*$", text, flags=re.MULTILINE)[1:]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.deploy.combinations import K8S
+from tests.unit.deploy.combinations import K8S, VERSION
 from tests.unit.deploy.kustomize import Resource, by_kubectl
 from tests.unit.deploy.schemas import validate
 from tests.unit.deploy.test_components import KUBERNETES_VERSION, of_kind, pods
@@ -40,7 +40,7 @@ def commands_of(example: str) -> str:
         return SPLIT_COMMANDS
     if example == "qwen3-vl-2b-single":
         return SINGLE_COMMANDS
-    return SINGLE_COMMANDS.replace("0.1.0-gpu-8.9", "0.1.0-gpu").replace("=8.9", "=9.0a")
+    return SINGLE_COMMANDS.replace("-gpu-8.9", "-gpu").replace("=8.9", "=9.0a")
 
 
 def containers(resources: list[Resource]) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def test_every_image_of_ours_comes_from_the_registry(
     images = {c["image"] for c in containers(resources) if not c["image"].startswith("redis:")}
     assert len(images) == 1 if example in SINGLE else len(images) >= 2
     for image in images:
-        assert re.fullmatch(r"registry\.example\.com/triptych/\w+:0\.1\.0(-gpu)?(-8\.9)?", image)
+        assert re.fullmatch(rf"registry\.example\.com/triptych/\w+:{VERSION}(-gpu)?(-8\.9)?", image)
         built = image.replace("registry.example.com", "$REGISTRY")
         text = commands_of(example)
         assert f"docker build -t {built} " in text

@@ -13,6 +13,7 @@ from services.common.settings import ServiceSettings
 from services.decoder.settings import DecoderSettings
 from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
+from tests.unit.deploy.combinations import VERSION
 from tests.unit.deploy.kustomize import Resource, by_kubectl, by_name, render
 from tests.unit.deploy.schemas import validate
 from triptych.plan import GRPC_SERVICES
@@ -583,6 +584,6 @@ def test_only_the_local_overlay_is_open_to_everybody(resources: list[Resource]) 
         | {"GATEWAY_API_KEYS": config.get("GATEWAY_API_KEYS", "")}
     )
     on_gpu = "nvidia.com/gpu" in json.dumps(resources)
-    is_local = "triptych/encoder:0.1.0-cpu" in json.dumps(resources)
+    is_local = f"triptych/encoder:{VERSION}-cpu" in json.dumps(resources)
     assert gateway.is_open == is_local
     assert (gateway.keys_file is not None) == on_gpu
