@@ -58,7 +58,7 @@ PIXELS_PER_MINUTE = 10_000_000  # of the tenant `PIXELS`
 _LIMITED = "limited"
 _LIMITED_REQUESTS, _LIMITED_TOKENS = 600, 6000  # a minute
 _NULL_TICK_S = 0.01
-_METRIC = re.compile(r"^decoder_engine_steps_total (\S+)$", re.MULTILINE)
+_METRIC = re.compile(r"^triptych_decoder_engine_steps_total (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

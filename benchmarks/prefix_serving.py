@@ -177,7 +177,7 @@ def scrape(url: str) -> Counters:
     with urllib.request.urlopen(url, timeout=10) as answer:
         for family in text_string_to_metric_families(answer.read().decode()):
             for sample in family.samples:
-                if sample.name.startswith("decoder_") and sample.name.endswith("_total"):
+                if sample.name.startswith("triptych_decoder_") and sample.name.endswith("_total"):
                     of_name = found.setdefault(sample.name, Counter())
                     of_name[sample.labels["process"]] += round(sample.value)
     return found
@@ -189,9 +189,9 @@ def row(load: str, rule: str, done: Load, before: Counters, after: Counters) -> 
     def since(name: str) -> list[int]:
         return [after[name][p] - before.get(name, Counter())[p] for p in sorted(after[name])]
 
-    requests = since("decoder_sequences_total")
-    prompts = since("decoder_prompt_tokens_total")
-    hits = since("decoder_prefix_cache_hit_tokens_total")
+    requests = since("triptych_decoder_sequences_total")
+    prompts = since("triptych_decoder_prompt_tokens_total")
+    hits = since("triptych_decoder_prefix_cache_hit_tokens_total")
     whole = [sample for sample in done.samples if not sample.error]
     cuts = quantiles((1e3 * (sample.first - sample.start) for sample in whole), n=100)
     return {

@@ -49,8 +49,9 @@ _MISTAKES: Sequence[dict[str, Any]] = (
     {"top_p": 0},
 )  # fmt: skip
 _MUST_BE_ZERO = (
-    "gateway_requests_running", "encoder_queue_images", "decoder_sequences_running",
-    "decoder_sequences_waiting", "decoder_kv_blocks_used",
+    "triptych_gateway_requests_running", "triptych_encoder_queue_images",
+    "triptych_decoder_sequences_running", "triptych_decoder_sequences_waiting",
+    "triptych_decoder_kv_blocks_used",
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from triptych.stack import Quiet, Stack, StackError, end_signals
 from triptych.stats import Scraper
 
 SAMPLES = ROOT / "demo" / "samples"
-_ENCODED = "encoder_images_encoded_total"
+_ENCODED = "triptych_encoder_images_encoded_total"
 # Exported variables for the address and the keys of a server are ignored: only this process asks.
 _OPTIONS = ServeOptions(host=LOOPBACK, port=0, api_key="")
 

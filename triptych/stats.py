@@ -95,9 +95,12 @@ def line(before: Reading, now: Reading) -> str | None:
     def gained(name: str) -> float:
         return max(0.0, sums.get(name, 0.0) - before.sums.get(name, 0.0))
 
-    running = sums.get("decoder_sequences_running", 0.0)
-    waiting = sums.get("decoder_sequences_waiting", 0.0)
-    prompt, output = gained("decoder_prompt_tokens_total"), gained("decoder_generated_tokens_total")
+    running = sums.get("triptych_decoder_sequences_running", 0.0)
+    waiting = sums.get("triptych_decoder_sequences_waiting", 0.0)
+    prompt, output = (
+        gained("triptych_decoder_prompt_tokens_total"),
+        gained("triptych_decoder_generated_tokens_total"),
+    )
     if not (running or waiting or prompt or output):
         return None
     seconds = max(1e-9, now.at - before.at)
@@ -105,12 +108,14 @@ def line(before: Reading, now: Reading) -> str | None:
         f"running {running:.0f}, waiting {waiting:.0f}",
         f"tokens/s in {prompt / seconds:,.1f}, out {output / seconds:,.1f}",
     ]
-    if blocks := sums.get("decoder_kv_blocks"):
-        parts.append(f"KV cache {sums.get('decoder_kv_blocks_used', 0.0) / blocks:.1%}")
+    if blocks := sums.get("triptych_decoder_kv_blocks"):
+        parts.append(f"KV cache {sums.get('triptych_decoder_kv_blocks_used', 0.0) / blocks:.1%}")
     if prompt:
-        parts.append(f"prefix hits {gained('decoder_prefix_cache_hit_tokens_total') / prompt:.1%}")
-    if images := gained("gateway_encodes_total"):
-        known = 1 - gained("gateway_encodes_total{computed}") / images
+        parts.append(
+            f"prefix hits {gained('triptych_decoder_prefix_cache_hit_tokens_total') / prompt:.1%}"
+        )
+    if images := gained("triptych_gateway_encodes_total"):
+        known = 1 - gained("triptych_gateway_encodes_total{computed}") / images
         parts.append(f"images {images:.0f}, cached {known:.1%}")
     return "; ".join(parts)
 
@@ -138,7 +143,7 @@ async def report_stopping(scraper: Scraper, report: Callable[[str], None], grace
     before = -1
     while True:
         sums = await asyncio.to_thread(scraper.sums)
-        running = round(sums.get("gateway_requests_running", 0.0))
+        running = round(sums.get("triptych_gateway_requests_running", 0.0))
         left = max(0.0, deadline - time.monotonic())
         if running and running != before:
             what = "1 request is" if running == 1 else f"{running} requests are"

@@ -12,8 +12,9 @@ from pathlib import Path
 from benchmarks.chaos.stack import Pod, Stack, metrics, value
 
 _MUST_BE_ZERO = (
-    "gateway_requests_running", "encoder_queue_images", "decoder_sequences_running",
-    "decoder_sequences_waiting", "decoder_kv_blocks_used",
+    "triptych_gateway_requests_running", "triptych_encoder_queue_images",
+    "triptych_decoder_sequences_running", "triptych_decoder_sequences_waiting",
+    "triptych_decoder_kv_blocks_used",
 )  # fmt: skip
 _ARENA = re.compile(r"memfd:triptych-[0-9a-f]+")
 _QUIET_S = 15.0  # within which everything that was given up must have ended

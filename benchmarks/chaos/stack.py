@@ -309,7 +309,10 @@ class Stack:
                 return f"{pod.name} is not ready"
             page = await metrics(pod)
             for kind in ("encoder", "decoder"):
-                if value(page, "gateway_healthy_pods", f'service="{kind}"') != self._replicas:
+                if (
+                    value(page, "triptych_gateway_healthy_pods", f'service="{kind}"')
+                    != self._replicas
+                ):
                     return f"{pod.name} misses one {kind}"
         return ""
 

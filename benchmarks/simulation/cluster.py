@@ -327,14 +327,14 @@ def _is_full(pod: Pod, patches: int) -> bool:
 
 
 _METRICS: dict[str, Callable[..., float]] = {
-    "encoder_queue_patches": lambda encoder: encoder.num_patches,
-    "encoder_backlog_seconds": lambda encoder: encoder.backlog_s,
-    "encoder_busy_seconds_total": lambda encoder: encoder.busy_seconds(),
-    "decoder_sequences_running": lambda decoder: decoder.num_running,
-    "decoder_row_usage_ratio": lambda decoder: decoder.row_usage,
-    'decoder_sequences_waiting{for="engine"}': lambda decoder: decoder.num_waiting,
-    "decoder_kv_usage_ratio": lambda decoder: decoder.kv_usage,
-    "decoder_prompt_tokens_total": lambda decoder: decoder.prompt_tokens,
-    "decoder_busy_seconds_total": lambda decoder: decoder.busy_seconds(),
+    "triptych_encoder_queue_patches": lambda encoder: encoder.num_patches,
+    "triptych_encoder_backlog_seconds": lambda encoder: encoder.backlog_s,
+    "triptych_encoder_busy_seconds_total": lambda encoder: encoder.busy_seconds(),
+    "triptych_decoder_sequences_running": lambda decoder: decoder.num_running,
+    "triptych_decoder_row_usage_ratio": lambda decoder: decoder.row_usage,
+    'triptych_decoder_sequences_waiting{for="engine"}': lambda decoder: decoder.num_waiting,
+    "triptych_decoder_kv_usage_ratio": lambda decoder: decoder.kv_usage,
+    "triptych_decoder_prompt_tokens_total": lambda decoder: decoder.prompt_tokens,
+    "triptych_decoder_busy_seconds_total": lambda decoder: decoder.busy_seconds(),
 }
 METRICS = frozenset(_METRICS)

@@ -101,14 +101,14 @@ def _point(threshold: str, value: float, results: Sequence[Result]) -> Point:
     )
 
 
-_ROWS = "decoder_sequences_running"
+_ROWS = "triptych_decoder_sequences_running"
 _DECODER = {
     "rows": (_ROWS, (12, 20, 32, 64)),
-    "waiting": ('decoder_sequences_waiting{for="engine"}', (2, 8, 32)),
+    "waiting": ('triptych_decoder_sequences_waiting{for="engine"}', (2, 8, 32)),
 }
 _ENCODER = {
-    "backlog": ("encoder_backlog_seconds", (0.25, 0.5, 1.0, 2.0)),
-    "busy": ("encoder_busy_seconds_total", (0.5, 0.7, 0.9)),
+    "backlog": ("triptych_encoder_backlog_seconds", (0.25, 0.5, 1.0, 2.0)),
+    "busy": ("triptych_encoder_busy_seconds_total", (0.5, 0.7, 0.9)),
 }
 
 

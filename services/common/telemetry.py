@@ -1,4 +1,4 @@
-"""Logs and metrics of a process: JSON lines with the request id, and the metrics port.
+"""Logs of a process: JSON lines with the request id.
 
 The entry points call `setup_logging`. Servers bind the request id where a request enters a task.
 """
@@ -10,10 +10,6 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-
-from prometheus_client import CollectorRegistry, start_http_server
-
-from services.common.settings import SettingsError
 
 # Upper bounds in seconds, from a cache lookup to a long generation.
 LATENCY_BUCKETS = (
@@ -89,19 +85,3 @@ def setup_logging(service: str, level: str = "INFO") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(service))
     logging.basicConfig(level=level, handlers=[handler], force=True)
-
-
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> None:
-    """Serves `/metrics` from a thread of this process.
-
-    Args:
-        port: port to listen on. 0 disables the endpoint.
-
-    Raises:
-        SettingsError: the port cannot be used.
-    """
-    if port:
-        try:
-            start_http_server(port, addr=host, registry=registry)
-        except OSError as error:
-            raise SettingsError(f"no metrics on {host}:{port}: {error.strerror}") from error

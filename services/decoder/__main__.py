@@ -17,6 +17,7 @@ from services.common.embeddings.shared_memory import PAGE_BYTES
 from services.common.embeddings.store import EmbeddingStore, Tier
 from services.common.families import read_spec
 from services.common.families.keys import unknown_keys
+from services.common.metrics_registry import new_registry
 from services.common.model_spec import ModelSpec
 from services.common.process.channel import FrontChannel
 from services.common.process.engine_process import EngineProcess
@@ -98,7 +99,7 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
             arena: arena for images' embeddings, shared with the engine.
             credentials: credentials for calls between services.
         """
-        registry = CollectorRegistry()
+        registry = new_registry("decoder")
         cache = None
         fingerprint = await served_fingerprint(settings)
         if ready.num_features:

@@ -49,16 +49,18 @@ class DecoderMetrics(Collector):
         self._stats = EngineStats(0, 0, 0, 0, 0, 0, 0, 0)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"decoder_{name}", text, labels, registry=registry)
+            return Counter(f"triptych_decoder_{name}", text, labels, registry=registry)
 
         def seconds(name: str, text: str) -> Histogram:
             return Histogram(
-                f"decoder_{name}_seconds", text, registry=registry, buckets=LATENCY_BUCKETS
+                f"triptych_decoder_{name}_seconds", text, registry=registry, buckets=LATENCY_BUCKETS
             )
 
         registry.register(self)
         self.cache_bytes = Gauge(
-            "decoder_embedding_cache_bytes", "Bytes of the arena in use.", registry=registry
+            "triptych_decoder_embedding_cache_bytes",
+            "Bytes of the arena in use.",
+            registry=registry,
         )
         self.generated = counter("generated_tokens", "Completion tokens.")
         self.outcomes = counter(
@@ -77,7 +79,7 @@ class DecoderMetrics(Collector):
             "grammar_compile", "Time to compile a grammar that was not in the cache."
         )
         self.token_mask = Histogram(
-            "decoder_token_mask_seconds",
+            "triptych_decoder_token_mask_seconds",
             "Time to fill the masks of all sequences of a mask process in a step.",
             registry=registry,
             buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05, 0.5),
@@ -114,13 +116,13 @@ class DecoderMetrics(Collector):
         a hung engine does not look alive.
         """
         silence = "Time since the engine last showed that it works."
-        yield GaugeMetricFamily("decoder_engine_silence_seconds", silence, self.silence_s)
+        yield GaugeMetricFamily("triptych_decoder_engine_silence_seconds", silence, self.silence_s)
         if (stats := self.stats()) is not None:
             yield from self._state(stats)
         for field, (name, text) in _TOTALS.items():
-            yield CounterMetricFamily(f"decoder_{name}", text, getattr(self._stats, field))
+            yield CounterMetricFamily(f"triptych_decoder_{name}", text, getattr(self._stats, field))
         calls = CounterMetricFamily(
-            "decoder_kernel_calls",
+            "triptych_decoder_kernel_calls",
             "Kernel calls of the model, including calls in replayed graphs.",
             labels=["operation", "implementation"],
         )
@@ -139,9 +141,9 @@ class DecoderMetrics(Collector):
             ("kv_blocks_used", "KV blocks that sequences hold.", used),
             ("kv_blocks", "KV blocks in all.", stats.num_blocks),
         ):
-            yield GaugeMetricFamily(f"decoder_{name}", text, value)
+            yield GaugeMetricFamily(f"triptych_decoder_{name}", text, value)
         waiting = GaugeMetricFamily(
-            "decoder_sequences_waiting",
+            "triptych_decoder_sequences_waiting",
             "Sequences without a row, by what they wait for: image, engine (a row or KV blocks).",
             labels=["for"],
         )

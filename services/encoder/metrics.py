@@ -4,8 +4,9 @@ them. docs/metrics.md has a table of all metrics.
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
+from services.common.metrics_registry import new_registry
 from services.common.telemetry import LATENCY_BUCKETS
 from services.encoder.engine.messages import EngineStats
 
@@ -17,16 +18,18 @@ class EncoderMetrics:
     """All metrics of one encoder, in their own registry."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = registry = new_registry("encoder")
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"encoder_{name}", text, labels, registry=registry)
+            return Counter(f"triptych_encoder_{name}", text, labels, registry=registry)
 
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"encoder_{name}", text, registry=registry)
+            return Gauge(f"triptych_encoder_{name}", text, registry=registry)
 
         def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-            return Histogram(f"encoder_{name}", text, labels, buckets=buckets, registry=registry)
+            return Histogram(
+                f"triptych_encoder_{name}", text, labels, buckets=buckets, registry=registry
+            )
 
         self.requests = counter(
             "requests",

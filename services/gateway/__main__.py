@@ -11,11 +11,12 @@ import sys
 
 import uvloop
 
+from services.common.metrics_registry import serve_metrics
 from services.common.model_spec import ModelSpecError
 from services.common.process.pod_limits import raise_descriptor_limit
 from services.common.process.process_memory import freeze_gc, return_large_buffers
 from services.common.settings import SettingsError
-from services.common.telemetry import serve_metrics, setup_logging
+from services.common.telemetry import setup_logging
 from services.common.tracing import setup_tracing
 from services.gateway.app import create_gateway
 from services.gateway.server import GatewayServer

@@ -39,7 +39,6 @@ from services.gateway.media.media_loader import MediaLoader
 from services.gateway.media.videos import VideoReader
 from services.gateway.media.web_media import WebMedia
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.picker_gauges import PickerGauges
 from services.gateway.prompts.chat_template import ChatTemplate
 from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import PromptBuilder
@@ -52,6 +51,7 @@ from services.gateway.tenancy.admission import Admission, largest_body, max_held
 from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.tenants import Keyring
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
+from services.gateway.vllm_metrics import VllmMetrics
 
 log = logging.getLogger(__name__)
 
@@ -288,5 +288,5 @@ def _pools(
     metrics.healthy_pods.labels("decoder").set_function(lambda: len(decoders.healthy()))
     if spec.vision is not None:
         metrics.healthy_pods.labels("encoder").set_function(lambda: len(encoders.healthy()))
-    metrics.registry.register(PickerGauges(_names(settings, spec)[0], decoders))
+    metrics.registry.register(VllmMetrics(_names(settings, spec)[0], decoders, metrics))
     return encoders, decoders

@@ -5,15 +5,19 @@ table of metrics.
 """
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from services.common.metrics_registry import new_registry
 from services.common.spans import Attribute, span
 from services.common.telemetry import LATENCY_BUCKETS
+
+# Upper bounds of numbers of tokens, from a word to the longest contexts.
+_LENGTHS = (1, 2, 5, *(base * 10**power for power in range(1, 5) for base in (1, 2, 5)), 1e5, 2e5)
 
 
 @dataclass(slots=True)
@@ -72,64 +76,113 @@ class GatewayMetrics:
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = new_registry("gateway")
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry, buckets=LATENCY_BUCKETS)
-        requests = counter("gateway_requests", "Chat requests that ended", ["outcome"])
-        tokens = counter("gateway_tokens", "Tokens: prompt, image, cached, completion", ["kind"])
+        self._requests = requests = counter(
+            "triptych_gateway_requests", "Chat requests that ended", ["outcome"]
+        )
+        self._tokens = tokens = counter(
+            "triptych_gateway_tokens", "Tokens: prompt, image, cached, completion", ["kind"]
+        )
         self.prompt_tokens = tokens.labels("prompt")
         self.image_tokens = tokens.labels("image")
         self.cached_tokens = tokens.labels("cached")
         self.completion_tokens = tokens.labels("completion")
+        lengths = partial(Histogram, registry=self.registry, buckets=_LENGTHS)
+        self.prompt_length = lengths("triptych_gateway_prompt_tokens", "Tokens of a prompt")
+        self.answer_length = lengths(
+            "triptych_gateway_answer_tokens", "Tokens of a request's answer, all choices together"
+        )
         self.encodes = counter(
-            "gateway_encodes", "Encode calls that succeeded, by where the embedding was", ["source"]
+            "triptych_gateway_encodes",
+            "Encode calls that succeeded, by where the embedding was",
+            ["source"],
         )
         self.retries = counter(
-            "gateway_retries", "Retries, by the service that failed", ["service"]
+            "triptych_gateway_retries", "Retries, by the service that failed", ["service"]
         )
         self.handovers = counter(
-            "gateway_handovers", "Times that another decoder continued an answer"
+            "triptych_gateway_handovers", "Times that another decoder continued an answer"
         )
         self.rejections = counter(
-            "gateway_rejections", "Requests refused: the gateway is full or draining", ["reason"]
+            "triptych_gateway_rejections",
+            "Requests refused: the gateway is full or draining",
+            ["reason"],
         )
-        tenant_requests = counter(
-            "gateway_tenant_requests", "Requests that ended, by tenant", ["tenant", "outcome"]
-        )
-        tenant_usage = counter(
-            "gateway_tenant_usage",
-            "Used by a tenant's requests: prompt_tokens, completion_tokens, images",
-            ["tenant", "kind"],
-        )
+        self.tenant_request, self.used_by_tenant = _tenant_counters(self.registry)
         ignored = counter(
-            "gateway_ignored_fields",
+            "triptych_gateway_ignored_fields",
             "Requests with a field that changes no answer and was left out (docs/api.md); other: "
             "a field that the gateway does not know",
             ["field"],
         )
         self.ignored_field = cache(ignored.labels)
-        stage = histogram("gateway_stage_seconds", "Time of a request in a stage", ["stage"])
-        # Cached, since looking up the child of a label takes microseconds. The number of labels is
-        # bounded: tenants are those of the key file.
+        stage = histogram(
+            "triptych_gateway_stage_seconds", "Time of a request in a stage", ["stage"]
+        )
+        # Cached, since looking up the child of a label takes microseconds.
         self.stage = cache(stage.labels)
         self.request_ended = cache(requests.labels)
-        self.tenant_request = cache(tenant_requests.labels)
-        self.used_by_tenant = cache(tenant_usage.labels)
-        self.ttft = histogram("gateway_ttft_seconds", "Time to first token, from arrival")
+        self.ttft = histogram("triptych_gateway_ttft_seconds", "Time to first token, from arrival")
         self.tpot = histogram(
-            "gateway_tpot_seconds", "Mean time per output token of a request, after its first"
+            "triptych_gateway_tpot_seconds",
+            "Mean time per output token of a request, after its first",
         )
-        self.request = histogram("gateway_request_seconds", "Arrival to end of a request")
+        self.request = histogram("triptych_gateway_request_seconds", "Arrival to end of a request")
         self.peers_refused = counter(
-            "gateway_peers_refused",
+            "triptych_gateway_peers_refused",
             "Health checks that failed because the pod shows no valid certificate (certificate) or "
             "does not accept this gateway's credentials (token)",
             ["reason"],
         )
-        self.healthy_pods = gauge("gateway_healthy_pods", "Pods that accept work", ["service"])
+        self.healthy_pods = gauge(
+            "triptych_gateway_healthy_pods", "Pods that accept work", ["service"]
+        )
         self.limits_divided = gauge(
-            "gateway_limits_divided_by",
+            "triptych_gateway_limits_divided_by",
             "Gateways among which tenants' limits are divided: 1 while they are counted together",
         )
-        self.running = gauge("gateway_requests_running", "Requests that hold a slot")
+        self.running = gauge("triptych_gateway_requests_running", "Requests that hold a slot")
+
+    def num_tokens(self, kind: str) -> float:
+        """Returns the number of tokens of a kind so far."""
+        (family,) = self._tokens.collect()
+        return sum(
+            sample.value
+            for sample in family.samples
+            if sample.name.endswith("_total") and sample.labels["kind"] == kind
+        )
+
+    def outcomes(self) -> dict[str, float]:
+        """Returns the number of requests that have ended, by outcome."""
+        (family,) = self._requests.collect()
+        return {
+            sample.labels["outcome"]: sample.value
+            for sample in family.samples
+            if sample.name.endswith("_total")
+        }
+
+
+def _tenant_counters(
+    registry: CollectorRegistry,
+) -> tuple[Callable[[str, str], Counter], Callable[[str, str], Counter]]:
+    """Makes the counters by tenant: requests by tenant and outcome, and usage by tenant and kind.
+
+    The children are cached, since looking one up takes microseconds. Their number is bounded,
+    because tenants are those of the key file.
+    """
+    requests = Counter(
+        "triptych_gateway_tenant_requests",
+        "Requests that ended, by tenant",
+        ["tenant", "outcome"],
+        registry=registry,
+    )
+    usage = Counter(
+        "triptych_gateway_tenant_usage",
+        "Used by a tenant's requests: prompt_tokens, completion_tokens, images",
+        ["tenant", "kind"],
+        registry=registry,
+    )
+    return cache(requests.labels), cache(usage.labels)

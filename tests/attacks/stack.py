@@ -121,7 +121,7 @@ class Stack:
     def settled(self) -> bool:
         """Whether nothing is left of the requests before."""
         gateway = self._cluster.gateway
-        return gateway.metric("gateway_requests_running") == 0
+        return gateway.metric("triptych_gateway_requests_running") == 0
 
     def num_deaths(self) -> int:
         """Processes that were there at the start and are not any more, and those killed since."""

@@ -130,7 +130,10 @@ async def test_a_foreign_encoder_is_not_dialled(caplog):
             assert isinstance(end, pb.Failed) and end.code == "embedding_unavailable"
             assert end.encoder_address == foreign
             assert end.message == f"DECODER_ENCODER_ADDRESSES does not list the encoder {foreign}"
-            assert decoder.metric("decoder_embedding_fetch_errors_total", kind="foreign") == number
+            assert (
+                decoder.metric("triptych_decoder_embedding_fetch_errors_total", kind="foreign")
+                == number
+            )
         assert sum("is not dialled" in r.getMessage() for r in caplog.records) == 1
         assert not dialled.is_set()
         image = image_of(decoder, 0, 3)

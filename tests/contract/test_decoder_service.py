@@ -92,12 +92,12 @@ async def test_many_sequences_of_many_gateways_get_their_own_tokens():
                 assert start.prefill_s > 0
         await until(decoder.is_idle)
         assert decoder.encoder.num_calls == 2
-        assert decoder.metric("decoder_sequences_total", outcome="length") == 30
-        assert decoder.metric("decoder_generated_tokens_total") == 240
-        assert decoder.metric("decoder_kv_blocks_used") == 0
-        assert decoder.metric("decoder_kv_usage_ratio") == 0
-        assert decoder.metric("decoder_embedding_cache_hits_total", tier="encoder") == 2
-        assert decoder.metric("decoder_ttft_seconds_count") == 30
+        assert decoder.metric("triptych_decoder_sequences_total", outcome="length") == 30
+        assert decoder.metric("triptych_decoder_generated_tokens_total") == 240
+        assert decoder.metric("triptych_decoder_kv_blocks_used") == 0
+        assert decoder.metric("triptych_decoder_kv_usage_ratio") == 0
+        assert decoder.metric("triptych_decoder_embedding_cache_hits_total", tier="encoder") == 2
+        assert decoder.metric("triptych_decoder_ttft_seconds_count") == 30
 
 
 async def test_a_step_is_one_message_for_all_sequences():
@@ -220,7 +220,7 @@ async def test_an_image_at_hand_costs_no_step_of_its_own():
             await gateway.submit(submit)
             assert isinstance(await gateway.end(number), pb.Finished)
         assert [(2, 0, 20)] in decoder.runner.batches
-        assert decoder.metric("decoder_embedding_cache_hits_total", tier="memory") == 1
+        assert decoder.metric("triptych_decoder_embedding_cache_hits_total", tier="memory") == 1
         await until(decoder.is_idle)
 
 
@@ -248,7 +248,7 @@ async def test_cancel_ends_a_sequence_and_frees_its_blocks():
         assert isinstance(await gateway.end(2), pb.Finished)
         await gateway.cancel(2)
         await until(decoder.is_idle)
-        assert decoder.metric("decoder_sequences_total", outcome="cancelled") == 1
+        assert decoder.metric("triptych_decoder_sequences_total", outcome="cancelled") == 1
 
 
 async def test_a_broken_stream_takes_its_sequences_with_it_and_no_others():
@@ -439,7 +439,10 @@ async def test_a_prompt_that_only_the_engine_finds_too_long_is_the_requests_faul
         end = await gateway.end(1)
         assert end.code == "context_length_exceeded" and "prompt is too long" in end.message
         assert isinstance(await gateway.end(2), pb.Finished)
-        assert decoder.metric("decoder_sequences_total", outcome="context_length_exceeded") == 1
+        assert (
+            decoder.metric("triptych_decoder_sequences_total", outcome="context_length_exceeded")
+            == 1
+        )
         await until(decoder.is_idle)
 
 
@@ -494,12 +497,12 @@ async def _preempt(decoder: Decoder, gateway: Gateway, before_it: Callable[[], N
     engine.running.set()
     await until(lambda: len(batches) > 6 and not engine.running.is_set())
     await gateway.until(lambda: gateway.tokens.get(2))
-    assert decoder.metric("decoder_preemptions_total") == 0
+    assert decoder.metric("triptych_decoder_preemptions_total") == 0
     before_it()
     engine.running.set()
     await gateway.until(lambda: len(gateway.ends) == 2)
     await until(decoder.is_idle)
-    assert decoder.metric("decoder_preemptions_total") > 0
+    assert decoder.metric("triptych_decoder_preemptions_total") > 0
 
 
 async def test_a_preempted_sequence_fetches_an_evicted_image_again():

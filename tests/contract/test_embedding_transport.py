@@ -55,11 +55,11 @@ class Reader:
                 self.source.release(entry)
 
     def fetched_bytes(self, path: str) -> float:
-        name = "decoder_embedding_fetch_bytes_total"
+        name = "triptych_decoder_embedding_fetch_bytes_total"
         return self.registry.get_sample_value(name, {"path": path}) or 0.0
 
     def errors(self, kind: str) -> float:
-        name = "decoder_embedding_fetch_errors_total"
+        name = "triptych_decoder_embedding_fetch_errors_total"
         return self.registry.get_sample_value(name, {"kind": kind}) or 0.0
 
 

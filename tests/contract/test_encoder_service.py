@@ -54,7 +54,9 @@ async def test_encode_then_fetch(pod: Pod) -> None:
     first = await pod.encode(b"image")
     assert (first.source, first.num_tokens) == (Response.SOURCE_COMPUTED, 16)
     took = [
-        pod.metrics.registry.get_sample_value("encoder_stage_seconds_sum", {"stage": stage})
+        pod.metrics.registry.get_sample_value(
+            "triptych_encoder_stage_seconds_sum", {"stage": stage}
+        )
         for stage in ("queue", "preprocess", "forward")
     ]
     assert took == [0.1, 0.2, 0.3]
@@ -402,14 +404,14 @@ async def test_a_refusal_says_how_long_the_queued_work_takes() -> None:
             before = len(pod.engine.jobs)
             await until(lambda: len(pod.engine.jobs) == before + len(images))
             error = await failure(pod.encode(b"one more"))
-            backlog_s = pod.metrics.registry.get_sample_value("encoder_backlog_seconds")
+            backlog_s = pod.metrics.registry.get_sample_value("triptych_encoder_backlog_seconds")
             pod.engine.gate.set()
             await asyncio.gather(*running)
             assert isinstance(error, errors.Overloaded)
             assert backlog_s is not None and error.retry_after_s == pytest.approx(
                 max(1.0, backlog_s), rel=1e-3
             )
-            assert pod.metrics.registry.get_sample_value("encoder_backlog_seconds") == 0
+            assert pod.metrics.registry.get_sample_value("triptych_encoder_backlog_seconds") == 0
             return error.retry_after_s
 
         assert await refused([b"1", b"2", b"3"]) == 1  # nothing is known yet
@@ -464,12 +466,12 @@ async def test_metrics_say_what_happened(pod: Pod) -> None:
     await pod.fetch(b"image")
     text = generate_latest(pod.metrics.registry).decode()
     for line in (
-        "encoder_images_encoded_total 1.0",
-        'encoder_requests_total{source="computed"} 1.0',
-        'encoder_requests_total{source="memory"} 1.0',
-        "encoder_fetches_total 1.0",
-        "encoder_queue_patches 0.0",
-        'encoder_stage_seconds_count{stage="forward"} 1.0',
+        "triptych_encoder_images_encoded_total 1.0",
+        'triptych_encoder_requests_total{source="computed"} 1.0',
+        'triptych_encoder_requests_total{source="memory"} 1.0',
+        "triptych_encoder_fetches_total 1.0",
+        "triptych_encoder_queue_patches 0.0",
+        'triptych_encoder_stage_seconds_count{stage="forward"} 1.0',
     ):
         assert line in text
 

@@ -71,7 +71,7 @@ def test_every_field_of_the_official_client_is_probed(path):
 def test_ignored_fields_are_counted(stack):
     def count(field):
         found = stack.gateway.metrics.registry.get_sample_value(
-            "gateway_ignored_fields_total", {"field": field}
+            "triptych_gateway_ignored_fields_total", {"field": field}
         )
         return found or 0
 

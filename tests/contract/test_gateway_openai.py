@@ -324,10 +324,12 @@ def test_metrics(stack):
     stack.chat(messages=asking(image_url()))
     text = generate_latest(stack.gateway.metrics.registry).decode()
     for name in (
-        "gateway_requests_total", "gateway_ttft_seconds_bucket", "gateway_stage_seconds_bucket",
-        'gateway_healthy_pods{service="encoder"} 1.0',
-        'gateway_healthy_pods{service="decoder"} 1.0',
-        "gateway_requests_running", "gateway_tokens_total", "gateway_encodes_total",
+        "triptych_gateway_requests_total", "triptych_gateway_ttft_seconds_bucket",
+        "triptych_gateway_stage_seconds_bucket",
+        'triptych_gateway_healthy_pods{service="encoder"} 1.0',
+        'triptych_gateway_healthy_pods{service="decoder"} 1.0',
+        "triptych_gateway_requests_running", "triptych_gateway_tokens_total",
+        "triptych_gateway_encodes_total",
     ):  # fmt: skip
         assert name in text
 
@@ -405,7 +407,7 @@ def send_raw(stack, body: dict) -> socket.socket:
 def test_disconnect_cancels_the_sequence(stack, stream):
     stack.decoder.reply = [40] * 1000
     stack.decoder.delay_s = 0.02
-    cancelled = stack.metric("gateway_requests_total", outcome="cancelled")
+    cancelled = stack.metric("triptych_gateway_requests_total", outcome="cancelled")
 
     def seconds() -> float:
         connection = send_raw(stack, {"model": MODEL, "messages": HELLO, "stream": stream})
@@ -418,7 +420,7 @@ def test_disconnect_cancels_the_sequence(stack, stream):
     assert least(seconds, 1) < 1
     stack.wait(lambda: stack.gateway.admission.num_running == 0)
     sent = len(stack.decoder.submits)
-    assert stack.metric("gateway_requests_total", outcome="cancelled") == cancelled + sent
+    assert stack.metric("triptych_gateway_requests_total", outcome="cancelled") == cancelled + sent
 
 
 def test_disconnect_cancels_the_encode(stack):

@@ -18,11 +18,11 @@ def ask(stack, path, method, key=""):
 
 
 def test_metrics_are_those_of_the_port(stack):
-    before = stack.metric("gateway_requests_total", outcome="stop")
+    before = stack.metric("triptych_gateway_requests_total", outcome="stop")
     assert stack.chat().status_code == 200
     response = ask(stack, "/metrics", "GET")
     assert response.headers["content-type"].startswith("text/plain")
-    assert f'gateway_requests_total{{outcome="stop"}} {before + 1}' in response.text
+    assert f'triptych_gateway_requests_total{{outcome="stop"}} {before + 1}' in response.text
 
 
 def test_load_counts_requests_that_run(stack):
@@ -33,7 +33,7 @@ def test_load_counts_requests_that_run(stack):
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             next(response.iter_lines())
             assert ask(stack, "/load", "GET").json() == {"server_load": 1}
-            assert stack.metric("gateway_requests_running") == 1
+            assert stack.metric("triptych_gateway_requests_running") == 1
 
 
 def test_all_decoders_empty_their_caches(pair):

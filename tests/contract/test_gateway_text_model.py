@@ -33,8 +33,8 @@ def test_it_is_ready_with_a_decoder_alone(stack):
 
 def test_it_reports_no_encoders_as_missing(stack):
     value = stack.gateway.metrics.registry.get_sample_value
-    assert value("gateway_healthy_pods", {"service": "decoder"}) == 1
-    assert value("gateway_healthy_pods", {"service": "encoder"}) is None
+    assert value("triptych_gateway_healthy_pods", {"service": "decoder"}) == 1
+    assert value("triptych_gateway_healthy_pods", {"service": "encoder"}) is None
 
 
 def test_it_answers_whole_and_streamed(stack):

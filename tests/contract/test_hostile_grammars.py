@@ -210,7 +210,7 @@ async def test_a_grammar_that_has_died_twice_is_refused_at_once(decoder):
         for number in range(1, 5):
             _, end = await answer(gateway, number, form)
             assert end.code == "invalid_grammar", end
-    assert decoder.metric("decoder_grammar_compile_seconds_count") == 2
+    assert decoder.metric("triptych_decoder_grammar_compile_seconds_count") == 2
 
 
 async def test_a_compile_process_that_is_killed_is_replaced(decoder):

@@ -88,7 +88,7 @@ def two(
 
 
 def divided_by(stacks: list[GatewayStack]) -> list[float]:
-    return [stack.metric("gateway_limits_divided_by") for stack in stacks]
+    return [stack.metric("triptych_gateway_limits_divided_by") for stack in stacks]
 
 
 def ask(stack: GatewayStack, path: str = "/v1/chat/completions") -> httpx2.Response:
@@ -107,7 +107,7 @@ def test_gateways_count_together_and_divide_when_redis_is_gone(
     first, second = two
     answers = [ask(first) for _ in range(6)] + [ask(second, "/tokenize") for _ in range(6)]
     assert [answer.status_code for answer in answers] == [200] * 12
-    assert first.metric("gateway_limits_divided_by") == 1
+    assert first.metric("triptych_gateway_limits_divided_by") == 1
     for stack in two:
         refused = ask(stack)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1

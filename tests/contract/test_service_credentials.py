@@ -68,7 +68,9 @@ class Server:
     encoder: FakeEncoder
 
     def refused(self, reason: str) -> float:
-        found = self.registry.get_sample_value("encoder_peers_refused_total", {"reason": reason})
+        found = self.registry.get_sample_value(
+            "triptych_encoder_peers_refused_total", {"reason": reason}
+        )
         return found or 0.0
 
 

@@ -133,9 +133,9 @@ def test_a_lost_decoder_changes_nothing(loop_thread, tmp_path):
         used = next(decoder for decoder in stack.decoders if decoder.submits)
         for after in (4, LEG + 4):  # before the budget, behind it
             used.die_after = after
-            before = stack.metric("gateway_handovers_total")
+            before = stack.metric("triptych_gateway_handovers_total")
             assert asked(stack, thinking_token_budget=BUDGET, seed=1)["choices"] == whole
-            assert stack.metric("gateway_handovers_total") == before + 1
+            assert stack.metric("triptych_gateway_handovers_total") == before + 1
             used.die_after = None
             stack.wait(stack.all_healthy)
     finally:

@@ -138,7 +138,9 @@ async def test_whole_images_pass_with_and_without_tls(tmp_path: Path, stage: str
                 # The fake has read all of it, and it is no image.
                 assert failure.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     for reason in ("name", "token"):
-        count = registry.get_sample_value("encoder_peers_refused_total", {"reason": reason})
+        count = registry.get_sample_value(
+            "triptych_encoder_peers_refused_total", {"reason": reason}
+        )
         assert not count
 
 

@@ -255,7 +255,7 @@ class Cluster:
             all(service.answers() for service in self.services)
             and all(len(front.session()) > 1 for front in (*self.encoders, *self.decoders))
             and all(
-                self.gateway.metric("gateway_healthy_pods", service=kind) == len(services)
+                self.gateway.metric("triptych_gateway_healthy_pods", service=kind) == len(services)
                 for kind, services in (("encoder", self.encoders), ("decoder", self.decoders))
             )
             and asyncio.run(gateway_ready("127.0.0.1", self.gateway.port))
@@ -277,10 +277,10 @@ class Cluster:
         return answer.choices[0].message.content or ""
 
     def num_encodes(self) -> float:
-        return sum(e.metric("encoder_images_encoded_total") for e in self.encoders)
+        return sum(e.metric("triptych_encoder_images_encoded_total") for e in self.encoders)
 
     def used_blocks(self) -> float:
-        return sum(d.metric("decoder_kv_blocks_used") for d in self.decoders)
+        return sum(d.metric("triptych_decoder_kv_blocks_used") for d in self.decoders)
 
 
 def message(question: str, *images: bytes) -> Any:

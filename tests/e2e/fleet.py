@@ -145,7 +145,7 @@ class ProcessFleet:
             if not gateway.is_running() or not gateway.answers():
                 return False
             for kind in ("encoder", "decoder"):
-                healthy = gateway.metric("gateway_healthy_pods", service=kind)
+                healthy = gateway.metric("triptych_gateway_healthy_pods", service=kind)
                 if healthy != len(self._pods[kind]):
                     return False
             serves = asyncio.run(gateway_ready(gateway.host, gateway.port))

@@ -220,7 +220,7 @@ def run(
                 max(asker.num_chunks.get(seed, 0) for seed in chosen) < wanted
             ):
                 time.sleep(0.002)
-            running = {d: d.metric("decoder_sequences_running") for d in alive(cluster)}
+            running = {d: d.metric("triptych_decoder_sequences_running") for d in alive(cluster)}
             victim = max(running, key=lambda d: running[d])
             if running[victim]:
                 victim.kill()
@@ -248,7 +248,7 @@ def alive(cluster: Cluster) -> list[Service]:
 
 
 def _num_healthy(cluster: Cluster) -> float:
-    return cluster.gateway.metric("gateway_healthy_pods", service="decoder")
+    return cluster.gateway.metric("triptych_gateway_healthy_pods", service="decoder")
 
 
 def _report(result: Result) -> None:

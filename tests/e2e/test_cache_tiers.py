@@ -145,7 +145,7 @@ def test_no_caller_of_an_encoder_names_its_image_as_anothers(cluster: Cluster) -
             with pytest.raises(grpc.RpcError) as caught:
                 stub.Encode(forged, timeout=PATIENCE_S)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert encoder.metric("encoder_failures_total", code="wrong_image_key") == 1
+        assert encoder.metric("triptych_encoder_failures_total", code="wrong_image_key") == 1
     assert cluster.ask(QUESTION, victims) == apart
     forged.image = victims  # so the key was the victim's
     with grpc.insecure_channel(encoder.address) as channel:

@@ -115,10 +115,10 @@ class Encoder:
         )
 
     async def num_encoded(self) -> float:
-        return await asyncio.to_thread(self.metric, "encoder_images_encoded_total")
+        return await asyncio.to_thread(self.metric, "triptych_encoder_images_encoded_total")
 
     async def num_batches(self) -> float:
-        return await asyncio.to_thread(self.metric, "encoder_batch_images_count")
+        return await asyncio.to_thread(self.metric, "triptych_encoder_batch_images_count")
 
     def metric(self, name: str) -> float:
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"

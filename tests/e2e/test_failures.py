@@ -110,7 +110,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_second(
 
 
 def test_an_encoder_that_dies_costs_a_retry(cluster: Cluster) -> None:
-    encodes = Usage(cluster.encoders, "encoder_images_encoded_total")
+    encodes = Usage(cluster.encoders, "triptych_encoder_images_encoded_total")
     expected = {seed: cluster.ask(QUESTION, png(seed)) for seed in range(40, 52)}
     encoder = encodes.busiest()
     encoder.freeze()  # requests that choose it hang inside it
@@ -153,7 +153,7 @@ def test_an_image_that_was_in_work_when_two_engines_ended_is_refused(cluster: Cl
 
 
 def test_a_decoder_that_dies_before_the_first_token_costs_a_retry(cluster: Cluster) -> None:
-    sequences = Usage(cluster.decoders, "decoder_sequences_total")
+    sequences = Usage(cluster.decoders, "triptych_decoder_sequences_total")
     expected = {seed: cluster.ask(QUESTION, png(seed)) for seed in range(20, 26)}
     decoder = sequences.busiest()
     decoder.freeze()  # requests that choose it hang inside it

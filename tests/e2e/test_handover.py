@@ -47,7 +47,9 @@ def test_a_decoder_that_goes_or_hangs_hands_its_answers_over(
     with ThreadPoolExecutor(len(undisturbed)) as pool:
         asked = {seed: pool.submit(asker.ask, seed) for seed in undisturbed}
         wait_until(lambda: sum(asker.num_chunks.values()) > 20, PATIENCE_S, "streams run")
-        busiest = max(cluster.decoders, key=lambda d: d.metric("decoder_sequences_running"))
+        busiest = max(
+            cluster.decoders, key=lambda d: d.metric("triptych_decoder_sequences_running")
+        )
         if how == "SIGTERM":  # the grace is shorter than the answers
             assert busiest.terminate() == 0
         else:
@@ -59,4 +61,4 @@ def test_a_decoder_that_goes_or_hangs_hands_its_answers_over(
     assert any(answer.handover_ms is not None for answer in answers.values())
     if how == "SIGTERM":  # offered while the decoder was still there
         assert "the decoder drains" in cluster.gateway.log.read_text()
-    assert cluster.gateway.metric("gateway_handovers_total") > 0
+    assert cluster.gateway.metric("triptych_gateway_handovers_total") > 0

@@ -112,7 +112,7 @@ def test_preempted_sequences_go_on(cluster: Cluster, demo: ServeCommand) -> None
             return list(map(text_of, answers))
 
     assert all_of(cluster.url) == all_of(demo.url)
-    assert cluster.decoders[0].metric("decoder_preemptions_total") > 0
+    assert cluster.decoders[0].metric("triptych_decoder_preemptions_total") > 0
 
 
 def rank_of(decoder: Service) -> psutil.Process:
@@ -126,7 +126,9 @@ def rank_of(decoder: Service) -> psutil.Process:
 
 def ended(decoder: Service, trouble: Callable[[psutil.Process], object]) -> float:
     """Troubles a rank that works; returns the seconds until the front has ended."""
-    wait_until(lambda: decoder.metric("decoder_sequences_running") > 0, PATIENCE_S, "it works")
+    wait_until(
+        lambda: decoder.metric("triptych_decoder_sequences_running") > 0, PATIENCE_S, "it works"
+    )
     trouble(rank_of(decoder))
     seconds = wait_until(lambda: not decoder.is_running(), PATIENCE_S, "it has ended")
     assert decoder.wait() == 1

@@ -51,7 +51,7 @@ def test_all_calls_use_certificates_and_follow_their_rotation(tmp_path: Path) ->
     decoder.set(encoder_addresses=known)
     with cluster:
         assert cluster.ask("What do you see?", png(1))
-        assert decoder.metric("decoder_embedding_fetch_bytes_total", path="shm") > 0
+        assert decoder.metric("triptych_decoder_embedding_fetch_bytes_total", path="shm") > 0
         # The kubelet speaks plaintext, to a port of its own.
         for kind, service in GRPC_SERVICES.items():
             assert asyncio.run(grpc_ready(f"127.0.0.1:{health[kind]}", service))

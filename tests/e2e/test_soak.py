@@ -29,4 +29,4 @@ def test_requests_of_all_kinds_end_as_they_should(
         assert code == 0, shown
         for end in ("answered", "given up", "mistakes: 400"):
             assert end in shown
-        assert cluster.decoders[0].metric("decoder_preemptions_total") > 0
+        assert cluster.decoders[0].metric("triptych_decoder_preemptions_total") > 0

@@ -166,7 +166,9 @@ class RedisCache(Collector):
 
     def collect(self) -> Iterable[CounterMetricFamily]:
         text = f"Redis lookups, writes and failures, by event: {', '.join(_EVENTS)}."
-        family = CounterMetricFamily(f"{self._service}_redis_events", text, labels=["event"])
+        family = CounterMetricFamily(
+            f"triptych_{self._service}_redis_events", text, labels=["event"]
+        )
         for event, count in self.counters.items():
             family.add_metric([event], count)
         yield family

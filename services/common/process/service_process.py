@@ -27,6 +27,7 @@ from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding_cache import RedisCache
 from services.common.families import read_spec
+from services.common.metrics_registry import serve_metrics
 from services.common.model_spec import ModelSpecError
 from services.common.process.channel import ChannelClosed
 from services.common.process.engine_process import REFUSED, EngineProcess
@@ -38,7 +39,7 @@ from services.common.security.credentials import NO_CREDENTIALS, Credentials
 from services.common.security.rpc_credentials import PeerCheck
 from services.common.security.seals import SealKeys
 from services.common.settings import EngineServiceSettings, SettingsError
-from services.common.telemetry import serve_metrics, setup_logging
+from services.common.telemetry import setup_logging
 from services.common.tracing import setup_tracing
 from services.common.transport.both_transports import listening
 from services.common.transport.rpc import Servicer, create_server

@@ -117,7 +117,7 @@ class PeerCheck(grpc.aio.ServerInterceptor):
         self._credentials = credentials
         self._callers = callers
         self._refused = Counter(
-            f"{service}_peers_refused",
+            f"triptych_{service}_peers_refused",
             "Refused calls, by reason: without a valid token (token), of a service that may not "
             "call (name)",
             ["reason"],

@@ -3,13 +3,13 @@ prefix caches.
 """
 
 import time
-from importlib import metadata
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import Unavailable
+from services.common.metrics_registry import exported, package_version
 from services.gateway.endpoints.openapi import openapi_document
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.metrics import GatewayMetrics
@@ -72,7 +72,9 @@ class Operations:
 
     async def metrics(self, request: Request) -> Response:
         """Returns the metrics that the metrics port serves, too."""
-        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(
+            generate_latest(exported(self._metrics.registry)), media_type=CONTENT_TYPE_LATEST
+        )
 
     async def load(self, request: Request) -> Response:
         """Returns the number of requests that the gateway serves now."""
@@ -84,11 +86,3 @@ class Operations:
         if not count:
             raise Unavailable("no decoder is available", retry_after_s=1)
         return JsonResponse({"decoders": count})
-
-
-def package_version() -> str:
-    """Returns the version of the installed package `triptych`."""
-    try:
-        return metadata.version("triptych")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"

@@ -133,6 +133,8 @@ def _observe(metrics: GatewayMetrics, completion: Completion, usage: Usage) -> N
         metrics.stage(stage).observe(value)
     metrics.prompt_tokens.inc(usage.prompt_tokens)
     metrics.completion_tokens.inc(usage.completion_tokens)
+    metrics.prompt_length.observe(usage.prompt_tokens)
+    metrics.answer_length.observe(usage.completion_tokens)
     if num_image_tokens := completion.prompt.num_image_tokens:
         metrics.image_tokens.inc(num_image_tokens)
     if completion.cached_tokens:

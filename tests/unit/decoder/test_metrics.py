@@ -19,15 +19,15 @@ def test_gauges_of_a_silent_engine_are_left_out_until_it_speaks() -> None:
     stats = EngineStats(3, 5, 25, 100, 0, 0, 0, 0, num_lacking_images=2, busy_s=1.5)
     metrics.engine_step(stats, 0)
     value = registry.get_sample_value
-    assert value("decoder_kv_usage_ratio") == 0.75
-    assert value("decoder_row_usage_ratio") == 0.75
-    assert value("decoder_sequences_waiting", {"for": "image"}) == 2
-    assert value("decoder_sequences_waiting", {"for": "engine"}) == 3
-    assert value("decoder_busy_seconds_total") == 1.5
+    assert value("triptych_decoder_kv_usage_ratio") == 0.75
+    assert value("triptych_decoder_row_usage_ratio") == 0.75
+    assert value("triptych_decoder_sequences_waiting", {"for": "image"}) == 2
+    assert value("triptych_decoder_sequences_waiting", {"for": "engine"}) == 3
+    assert value("triptych_decoder_busy_seconds_total") == 1.5
     engine.silence_s = MAX_SILENCE_S + 1
     text = generate_latest(registry).decode()
-    assert "decoder_kv_" not in text and "decoder_sequences_running" not in text
-    assert value("decoder_engine_silence_seconds") == MAX_SILENCE_S + 1
-    assert value("decoder_busy_seconds_total") == 1.5  # a counter's rate is 0 by itself
+    assert "decoder_kv_" not in text and "triptych_decoder_sequences_running" not in text
+    assert value("triptych_decoder_engine_silence_seconds") == MAX_SILENCE_S + 1
+    assert value("triptych_decoder_busy_seconds_total") == 1.5  # a counter's rate is 0 by itself
     engine.silence_s = 0.0
-    assert value("decoder_kv_usage_ratio") == 0.75
+    assert value("triptych_decoder_kv_usage_ratio") == 0.75

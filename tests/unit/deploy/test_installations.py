@@ -21,7 +21,7 @@ from tests.unit.deploy.test_components import (
 __all__ = ["test_no_policy_asks_pods_of_other_namespaces_for_labels_of_ours"]  # here, too
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders them")
 CLUSTER_WIDE = {"Namespace", "PriorityClass"}
-_SELECTOR = re.compile(r"\b(?:gateway|encoder|decoder)_\w+\{([^}]*)\}")
+_SELECTOR = re.compile(r"\btriptych_(?:gateway|encoder|decoder)_\w+\{([^}]*)\}")
 
 
 @pytest.fixture(scope="module", params=INSTALLATIONS)

@@ -19,7 +19,7 @@ _LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|' + r"'[^']*'")
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
 _INCREASE = re.compile(r"increase\((\w+)\{([^}]*)\}")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-_METRIC = re.compile(r"\b(?:gateway|encoder|decoder)_\w+")
+_METRIC = re.compile(r"\btriptych_(?:gateway|encoder|decoder)_\w+")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_each_metric_is_exported_with_its_labels(
     query: str, exported: dict[str, tuple[str, set[str]]]
 ) -> None:
     assert query.count("(") == query.count(")") and query.count("{") == query.count("}")
-    selectors = re.findall(r"\b((?:gateway|encoder|decoder)_\w+)(\{[^}]*\})?", query)
+    selectors = re.findall(r"\b(triptych_(?:gateway|encoder|decoder)_\w+)(\{[^}]*\})?", query)
     targets = re.findall(r"\bup(\{[^}]*\})", query)  # what Prometheus says of a pod
     assert set(targets) <= {'{namespace="triptych",installation="triptych"}'}
     assert selectors or targets
@@ -134,7 +134,7 @@ def test_what_an_alert_counts_is_there_before_it_happens() -> None:
 
 def test_what_a_scaler_needs_is_missed_by_an_alert() -> None:
     missed = {name for rule in rules() for name in re.findall(r"absent\((\w+)\{", rule["expr"])}
-    assert {"decoder_kv_usage_ratio", "encoder_backlog_seconds"} <= missed
+    assert {"triptych_decoder_kv_usage_ratio", "triptych_encoder_backlog_seconds"} <= missed
     text = " ".join(rule["expr"] for rule in AUTOSCALING_RULES)
     metrics = re.findall(r"\b(kube_\w+)\{", text)
     assert {name.removeprefix("kube_horizontalpodautoscaler_") for name in metrics} == {

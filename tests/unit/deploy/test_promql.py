@@ -20,11 +20,11 @@ PODS = {"d-0": "1x200", "d-1": "1x200", "d-2": "1x20 _x180", "d-3": "1x20 stale 
 UP = {"d-0": "1x200", "d-1": "1x200", "d-2": "1x20 0x180", "d-3": "1x20 stale _x179",
       "d-4": "_x20 1x180"}  # fmt: skip
 LOADS = {
-    "decoder_kv_usage_ratio": (0.5, ""),
-    "decoder_sequences_running": (12.0, ""),
-    "decoder_sequences_waiting": (3.0, ',for="engine"'),
-    "encoder_backlog_seconds": (0.25, ""),
-    "encoder_busy_seconds_total": (0.6, ""),
+    "triptych_decoder_kv_usage_ratio": (0.5, ""),
+    "triptych_decoder_sequences_running": (12.0, ""),
+    "triptych_decoder_sequences_waiting": (3.0, ',for="engine"'),
+    "triptych_encoder_backlog_seconds": (0.25, ""),
+    "triptych_encoder_busy_seconds_total": (0.6, ""),
 }
 
 

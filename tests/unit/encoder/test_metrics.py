@@ -11,9 +11,9 @@ def test_kernel_calls_are_counted_by_operation_and_implementation() -> None:
 
     def value(implementation: str) -> float | None:
         labels = {"operation": "rotary", "implementation": implementation}
-        return metrics.registry.get_sample_value("encoder_kernel_calls_total", labels)
+        return metrics.registry.get_sample_value("triptych_encoder_kernel_calls_total", labels)
 
     assert value("triton") == 48 and value("plain") == 5
-    assert metrics.registry.get_sample_value("encoder_batch_patches_sum") == 192
-    assert metrics.registry.get_sample_value("encoder_patches_encoded_total") == 192
-    assert metrics.registry.get_sample_value("encoder_busy_seconds_total") == 1.0
+    assert metrics.registry.get_sample_value("triptych_encoder_batch_patches_sum") == 192
+    assert metrics.registry.get_sample_value("triptych_encoder_patches_encoded_total") == 192
+    assert metrics.registry.get_sample_value("triptych_encoder_busy_seconds_total") == 1.0

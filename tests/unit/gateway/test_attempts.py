@@ -73,10 +73,10 @@ def test_broken_encoder_costs_a_retry(pair, failure):
     first.before = forever if failure is None else raising(failure)
     if failure is None:
         pair.gateway.service.encode_timeout_s = 0.5
-    retries = pair.metric("gateway_retries_total", service="encoder")
+    retries = pair.metric("triptych_gateway_retries_total", service="encoder")
     assert answer(pair.chat(messages=asking(url))) == "A red circle."
     assert len(second.requests) == 1
-    assert pair.metric("gateway_retries_total", service="encoder") == retries + 1
+    assert pair.metric("triptych_gateway_retries_total", service="encoder") == retries + 1
     sent = [s.images[0].encoder_address for d in pair.decoders for s in d.submits]
     assert sent.count(second.address) == 1
 
@@ -301,11 +301,11 @@ def test_an_answer_whose_decoder_is_lost_goes_on_at_another_one(pair, how, strea
     undisturbed = pair.chat(stream=stream, **fields)
     first = next(d for d in pair.decoders if d.submits)
     second = next(d for d in pair.decoders if d is not first)
-    handovers = pair.metric("gateway_handovers_total")
+    handovers = pair.metric("triptych_gateway_handovers_total")
     lose(first, how)
     response = pair.chat(stream=stream, **fields)
     assert response.status_code == 200
-    assert pair.metric("gateway_handovers_total") == handovers + 1
+    assert pair.metric("triptych_gateway_handovers_total") == handovers + 1
     # As it was, but for what the client has seen already.
     assert {tuple(continued(s)) for s in second.submits} <= {tuple(first.reply[:n]) for n in (1, 2)}
     assert [s.sampling for s in second.submits] == [s.sampling for s in first.submits[2:]]

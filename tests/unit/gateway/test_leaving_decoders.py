@@ -16,13 +16,13 @@ def test_an_answer_that_may_outlast_its_decoder_goes_on_at_another_one(pair):
     first = next(d for d in pair.decoders if d.submits)
     second = next(d for d in pair.decoders if d is not first)
     first.leave_after, first.delay_s = 2, 0.05
-    handovers = pair.metric("gateway_handovers_total")
+    handovers = pair.metric("triptych_gateway_handovers_total")
     response = pair.chat(n=2, include_stage_times=True)
     assert [c["message"]["content"] for c in response.json()["choices"]] == ["A red circle."] * 2
     assert len(second.submits) == 2
     # It is rid of them before its grace is over; that may come after the answer.
     wait_until(lambda: len(first.cancelled) == 2, "the first decoder's sequences are cancelled")
-    assert pair.metric("gateway_handovers_total") == handovers + 1
+    assert pair.metric("triptych_gateway_handovers_total") == handovers + 1
     assert response.json()["stage_times_ms"]["handover"] > 0
 
 

@@ -89,7 +89,10 @@ def test_it_is_ready_after_a_while_and_serves_when_they_come(lonely, loop_thread
     refused = lonely.ask()
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     registry = lonely.gateway.metrics.registry  # what an autoscaler sees
-    assert registry.get_sample_value("gateway_requests_total", {"outcome": "unavailable"}) == 1
+    assert (
+        registry.get_sample_value("triptych_gateway_requests_total", {"outcome": "unavailable"})
+        == 1
+    )
     assert lonely.client.post("/tokenize", json={"prompt": "x"}).status_code == 503
     assert lonely.client.get("/v1/models").status_code == 200
 

@@ -32,13 +32,13 @@ def test_the_documentation_has_the_thresholds_that_ship(name: str) -> None:
 
 
 def test_cells_have_all_triggers_and_fewer_sequences() -> None:
-    (threshold,) = re.findall(r"^\| cell \| `sum\(decoder_sequences_running\)` \| (\d+) \|$",
-                              _PAGE, re.MULTILINE)  # fmt: skip
+    row = r"^\| cell \| `sum\(triptych_decoder_sequences_running\)` \| (\d+) \|$"
+    (threshold,) = re.findall(row, _PAGE, re.MULTILINE)
     both = shown(encoder_policy()) | shown(decoder_policy())
     queries = {query for query, _ in both}
     cell = dict(shown(cell_policy()))
     assert cell.keys() == queries
-    assert cell.pop("sum(decoder_sequences_running)") == float(threshold)
+    assert cell.pop("sum(triptych_decoder_sequences_running)") == float(threshold)
     assert cell.items() <= both
 
 
@@ -62,7 +62,7 @@ def test_a_query_that_is_not_simulated_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document = yaml.safe_load((policies.COMPONENT / "encoder.yaml").read_text())
-    document["spec"]["triggers"][0]["metadata"]["query"] = "max(encoder_backlog_seconds)"
+    document["spec"]["triggers"][0]["metadata"]["query"] = "max(triptych_encoder_backlog_seconds)"
     (tmp_path / "encoder.yaml").write_text(yaml.safe_dump(document))
     monkeypatch.setattr(policies, "COMPONENT", tmp_path)
     with pytest.raises(ValueError, match="not simulated"):

@@ -16,9 +16,15 @@ class Process:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.tokens = Counter("decoder_generated_tokens", "Tokens.", registry=self.registry)
-        self.running = Gauge("gateway_requests_running", "Requests.", registry=self.registry)
-        self.encodes = Counter("gateway_encodes", "Encodes.", ["source"], registry=self.registry)
+        self.tokens = Counter(
+            "triptych_decoder_generated_tokens", "Tokens.", registry=self.registry
+        )
+        self.running = Gauge(
+            "triptych_gateway_requests_running", "Requests.", registry=self.registry
+        )
+        self.encodes = Counter(
+            "triptych_gateway_encodes", "Encodes.", ["source"], registry=self.registry
+        )
         self.server, self.thread = start_http_server(0, "127.0.0.1", self.registry)
         self.url = f"http://127.0.0.1:{self.server.server_port}/metrics"
 
@@ -49,9 +55,9 @@ def test_one_endpoint_has_all_processes(processes: list[Process], scraper: Scrap
     serve_metrics(scraper, "127.0.0.1", port)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
-    assert 'decoder_generated_tokens_total{process="p0"} 3.0' in text
-    assert 'decoder_generated_tokens_total{process="p1"} 4.0' in text
-    assert text.count("# TYPE decoder_generated_tokens_total counter") == 1
+    assert 'triptych_decoder_generated_tokens_total{process="p0"} 3.0' in text
+    assert 'triptych_decoder_generated_tokens_total{process="p1"} 4.0' in text
+    assert text.count("# TYPE triptych_decoder_generated_tokens_total counter") == 1
     assert "dead" not in text
 
 
@@ -60,25 +66,30 @@ def test_sums_are_over_processes_and_labels(processes: list[Process], scraper: S
     processes[1].encodes.labels("computed").inc()
     processes[1].encodes.labels("memory").inc(2)
     found = scraper.sums()
-    assert found["gateway_encodes_total"] == 4
-    assert found["gateway_encodes_total{computed}"] == 2
+    assert found["triptych_gateway_encodes_total"] == 4
+    assert found["triptych_gateway_encodes_total{computed}"] == 2
 
 
 def test_the_line_says_what_happened() -> None:
-    before = {"decoder_prompt_tokens_total": 100.0, "decoder_generated_tokens_total": 10.0}
+    before = {
+        "triptych_decoder_prompt_tokens_total": 100.0,
+        "triptych_decoder_generated_tokens_total": 10.0,
+    }
     now = {
-        "decoder_prompt_tokens_total": 1100.0, "decoder_generated_tokens_total": 510.0,
-        "decoder_sequences_running": 3.0, "decoder_sequences_waiting": 1.0,
-        "decoder_kv_blocks": 200.0, "decoder_kv_blocks_used": 50.0,
-        "decoder_prefix_cache_hit_tokens_total": 250.0, "gateway_encodes_total": 4.0,
-        "gateway_encodes_total{computed}": 1.0,
+        "triptych_decoder_prompt_tokens_total": 1100.0,
+        "triptych_decoder_generated_tokens_total": 510.0,
+        "triptych_decoder_sequences_running": 3.0, "triptych_decoder_sequences_waiting": 1.0,
+        "triptych_decoder_kv_blocks": 200.0, "triptych_decoder_kv_blocks_used": 50.0,
+        "triptych_decoder_prefix_cache_hit_tokens_total": 250.0,
+        "triptych_gateway_encodes_total": 4.0,
+        "triptych_gateway_encodes_total{computed}": 1.0,
     }  # fmt: skip
     assert line(Reading(5.0, before), Reading(15.0, now)) == (
         "running 3, waiting 1; tokens/s in 100.0, out 50.0; KV cache 25.0%; prefix hits 25.0%; "
         "images 4, cached 75.0%"
     )
-    assert line(Reading(5.0, now), Reading(15.0, now | {"decoder_sequences_running": 0.0,
-                "decoder_sequences_waiting": 0.0})) is None  # fmt: skip
+    assert line(Reading(5.0, now), Reading(15.0, now | {"triptych_decoder_sequences_running": 0.0,
+                "triptych_decoder_sequences_waiting": 0.0})) is None  # fmt: skip
     # A process that has just been away does not count as work undone.
     assert line(Reading(5.0, now), Reading(15.0, {})) is None
 
