@@ -1,10 +1,14 @@
-"""The embeddings that a pod has or can obtain, in the encoder and in the decoder.
+"""The embeddings that a pod has or can obtain. The encoder and the decoder have a store each.
 
 An embedding is looked up in the arena, which is the store's own memory, and then in the store's
-tiers, in their order: Redis and the vision tower in the encoder, Redis and the encoders in the
-decoder. A further tier is a subclass of `Tier` and its place in the list that the service's
-`__main__` gives to the store. All callers that want one key share one lookup, and a lookup that
-fails leaves nothing behind.
+*tiers*, one after the other: Redis and the vision tower in the encoder, Redis and the encoders in
+the decoder. To add a tier, write a subclass of `Tier`, and put it into the list that the service's
+`__main__` gives to the store. If several callers want the same embedding at the same time, they
+share one lookup. If a lookup fails, it leaves nothing in the arena.
+
+An *entry* is the memory of one embedding in the arena. It is *committed* when the embedding is
+complete. Readers and writers of an entry have a reference to it. An entry without references may be
+evicted, to make room for another embedding.
 """
 
 import asyncio
@@ -22,8 +26,9 @@ from services.common.embeddings.embedding_write import Digests, EmbeddingWrite
 from services.common.embeddings.shared_task import SharedTask
 from services.common.errors import EmbeddingUnavailable, Overloaded
 
-MEMORY = "memory"  # name of the arena among the tiers
-# Readers release their entries soon, but the largest images take seconds to encode.
+MEMORY = "memory"  # name of the arena among the tiers, in metrics
+# Longest time to wait until memory of the arena is free. Readers release their entries soon, but
+# the entry of a large image has a writer for seconds.
 _RESERVE_TIMEOUT_S = 60.0
 _CLOSE_ATTEMPTS = 50
 Inputs = TypeVar("Inputs")
@@ -31,18 +36,19 @@ Inputs = TypeVar("Inputs")
 
 @dataclass(slots=True, eq=False)
 class Lookup(Generic[Inputs]):
-    """A lookup of one embedding in the tiers, which all callers that want the embedding share.
+    """A running lookup of one embedding in the tiers. All callers that want the embedding share it.
 
     Attributes:
-        store: the store of the lookup.
+        store: the store that runs the lookup.
         key: key of the embedding.
         spec: shape and dtype of the embedding.
         inputs: data that a tier needs besides the key: in the encoder the image and its tenant, in
             the decoder the address of an encoder.
-        needs_bytes: whether the embedding must be written into the arena. If not, it is enough that
-            a tier which other pods reach has it.
-        placed: future of the writing, done when the embedding has its memory.
-        seconds: time of each stage of the lookup by name.
+        needs_bytes: True if the embedding has to be written into the arena. False if an embedding
+            in Redis is enough, because other pods can read it there.
+        placed: future of the `EmbeddingWrite`, through which a tier writes the embedding into its
+            entry. It is done when the entry has been reserved.
+        seconds: duration of each stage of the lookup, by the stage's name.
         task: the task that asks the tiers, with its waiters. Its result is the name of the tier
             that had the embedding. It is deleted when the lookup ends.
     """
@@ -57,8 +63,11 @@ class Lookup(Generic[Inputs]):
     task: SharedTask[str] = field(init=False)
 
     async def place(self) -> EmbeddingWrite | None:
-        """Returns the writing of the embedding, for which memory is reserved now unless it was
-        before. The store releases it. Returns None if the embedding is in the arena by now.
+        """Reserves the embedding's entry, unless that was done before. Returns None if the entry is
+        committed already, so that there is nothing to write.
+
+        Returns:
+            The write of the embedding. The store releases it when the lookup ends.
 
         Raises:
             Overloaded: no memory was free for too long.
@@ -70,7 +79,10 @@ class Lookup(Generic[Inputs]):
 
 
 class Tier(ABC, Generic[Inputs]):
-    """A place where embeddings are found or made, which is asked if the tiers before it have none.
+    """A source of embeddings, which is asked if the arena and the tiers before it have none.
+
+    For each lookup, the store calls `begin` of all tiers, then `find` of one tier after the other
+    until a tier has the embedding, and at last `end` of all tiers.
 
     Attributes:
         name: name of the tier in metrics and results.
@@ -79,33 +91,37 @@ class Tier(ABC, Generic[Inputs]):
     name: str
 
     def begin(self, lookup: Lookup[Inputs]) -> None:
-        """Prepares for a lookup before the first tier is asked, and may refuse the lookup.
+        """Prepares for a lookup, before the first tier is asked.
 
         Raises:
-            TriptychError: the lookup is refused, before any work.
+            TriptychError: the tier refuses the lookup, for example because it has too much work.
         """
         return
 
     @abstractmethod
     async def find(self, lookup: Lookup[Inputs]) -> bool:
-        """Writes an embedding into the memory of `Lookup.place`, and commits it there.
+        """Looks for an embedding, writes it into the entry that `Lookup.place` returns, and commits
+        the entry. When the call has ended, nothing may write to the entry any more, unless the
+        writer has called `EmbeddingWrite.retain`.
 
-        Returns whether the embedding is there. If not, the next tier is asked. When the call
-        returns, raises or is cancelled, nothing may write to the memory any more, unless its writer
-        has called `EmbeddingWrite.retain`.
+        Returns:
+            True if the embedding was found. If False, the next tier is asked.
 
         Raises:
-            TriptychError: the lookup has failed, and no further tier is asked.
+            TriptychError: the lookup fails, and no further tier is asked.
         """
 
     def put(self, write: EmbeddingWrite) -> None:
-        """Gets a committed embedding that this tier did not have. A tier that stores it for later
-        lookups acquires its entry until then. It does not wait and does not fail.
+        """Offers an embedding that a later tier has found, so that this tier can store it for later
+        lookups. The call must not wait and must not fail. While the tier still copies the bytes, it
+        needs a reference to the entry.
         """
         return
 
     def end(self, lookup: Lookup[Inputs], *, succeeded: bool) -> None:
-        """Releases what `begin` took, also if a later tier has refused the lookup."""
+        """Ends what `begin` has begun. Called after each lookup, and also if another tier has
+        refused the lookup.
+        """
         return
 
     async def close(self) -> None:
@@ -115,7 +131,9 @@ class Tier(ABC, Generic[Inputs]):
 
 @dataclass(frozen=True, slots=True)
 class _EntryClaim(Claim[ArenaEntry]):
-    """A claim of one embedding's entry: the complete entry if there is one, else a new entry."""
+    """A claim on the entry of one key: a committed entry if there is one, or else a new entry. The
+    arena serves claims in order, when memory becomes free.
+    """
 
     arena: Arena
     key: bytes
@@ -125,20 +143,21 @@ class _EntryClaim(Claim[ArenaEntry]):
         if entry := self.arena.get(self.key):
             self.arena.acquire(entry)
             return entry
-        return self.arena.try_reserve(self.key, self.spec)  # KeyError: a cancelled job writes there
+        # Raises a KeyError if the entry exists, because a cancelled lookup still writes to it.
+        return self.arena.try_reserve(self.key, self.spec)
 
     def undo(self, result: ArenaEntry) -> None:
         self.arena.release(result)
 
 
 class EmbeddingStore(Generic[Inputs]):
-    """The embeddings in the arena, and the lookups of further ones. One event loop uses it.
+    """The embeddings in the arena, and the lookups of others. One event loop uses the store.
 
     Args:
         arena: memory for embeddings, which the store owns.
-        tiers: places where an embedding is looked up that is not in the arena, in this order.
-        hits: counter of embeddings obtained, by tier.
-        misses: counter of embeddings not found, by tier.
+        tiers: tiers that are asked for embeddings that are not in the arena, in this order.
+        hits: counter of embeddings that a tier had, by tier.
+        misses: counter of embeddings that a tier did not have, by tier.
 
     Attributes:
         arena: as above.
@@ -159,12 +178,12 @@ class EmbeddingStore(Generic[Inputs]):
 
     @property
     def keys_in_lookup(self) -> list[bytes]:
-        """Keys of the lookups that run."""
+        """Keys of the running lookups."""
         return list(self._lookups)
 
     @property
     def num_unfinished(self) -> int:
-        """Number of entries that are not complete, or whose digest is not known yet."""
+        """Number of entries that are not committed, or whose digest is not known yet."""
         return sum(not (entry.committed and entry.digest) for entry in self.arena.entries)
 
     def num_waiters(self, key: bytes) -> int:
@@ -173,7 +192,7 @@ class EmbeddingStore(Generic[Inputs]):
         return lookup.task.num_waiters if lookup else 0
 
     def running(self, key: bytes) -> Lookup[Inputs] | None:
-        """Returns the lookup of a key that callers may join, or None if they have to start one."""
+        """Returns the running lookup of a key, which callers may join. None if there is none."""
         lookup = self._lookups.get(key)
         has_ended = lookup is None or lookup.task.is_abandoned or lookup.task.task.done()
         return None if has_ended else lookup
@@ -187,8 +206,8 @@ class EmbeddingStore(Generic[Inputs]):
         needs_bytes: bool = True,
         entry: ArenaEntry | None = None,
     ) -> Lookup[Inputs]:
-        """Starts a lookup. A lookup of the key that runs already is cancelled, and the new lookup
-        asks no tier before the cancelled lookup has ended.
+        """Starts a lookup. If another lookup of the key is running, that lookup is cancelled, and
+        the new lookup asks no tier before the cancelled lookup has ended.
 
         Args:
             key: key of the embedding.
@@ -220,11 +239,12 @@ class EmbeddingStore(Generic[Inputs]):
         return lookup
 
     async def reserve(self, key: bytes, spec: EmbeddingSpec) -> EmbeddingWrite:
-        """Reserves memory for an embedding, unless a complete entry appears meanwhile.
+        """Waits for memory, and reserves the entry of an embedding. If a committed entry appears
+        while the call waits, nothing is reserved.
 
         Returns:
-            The writing of the embedding, which the caller has to release. There is nothing to write
-            if its entry is committed.
+            The write of the embedding, which the caller has to release. If its entry is committed,
+            there is nothing to write.
 
         Raises:
             Overloaded: no memory was free for too long.
@@ -246,23 +266,23 @@ class EmbeddingStore(Generic[Inputs]):
             await tier.close()
 
     async def unmap(self) -> None:
-        """Waits for digests under way, and unmaps the memory."""
+        """Waits until running computations of digests have ended, and unmaps the arena."""
         await self.digests.close()
         for _ in range(_CLOSE_ATTEMPTS):
             try:
                 return self.arena.close()
             except BufferError:
-                # A thread that has ended may still have its view for a moment.
+                # A thread that has ended may hold its view of the memory for a moment longer.
                 await asyncio.sleep(0.01)
 
     async def _run(self, lookup: Lookup[Inputs], before: SharedTask[str] | None) -> str:
-        """Looks an embedding up, and returns the name of the tier that had it. The tiers before
-        that tier get the embedding, if it was written.
+        """Asks the tiers, and returns the name of the tier that had the embedding. An embedding in
+        the arena is then offered to the tiers that were asked before.
         """
         if before is not None:
             await before.ended()
         if lookup.placed.done() and await lookup.place() is None:
-            return MEMORY  # written by the lookup that was cancelled
+            return MEMORY  # The lookup that was cancelled had written the embedding before.
         for number, tier in enumerate(self._tiers):
             if await tier.find(lookup):
                 self.hits.labels(tier.name).inc()
@@ -274,12 +294,14 @@ class EmbeddingStore(Generic[Inputs]):
         raise EmbeddingUnavailable("no tier has the embedding")
 
     def _end(self, lookup: Lookup[Inputs], task: "asyncio.Task[str]") -> None:
-        """Releases what a lookup holds."""
+        """Ends a lookup in all tiers, and releases its memory."""
         succeeded = not task.cancelled() and task.exception() is None
         for tier in self._tiers:
             tier.end(lookup, succeeded=succeeded)
         if lookup.placed.done():
             lookup.placed.result().release()
-        if self._lookups.get(lookup.key) is lookup:  # else a newer lookup has replaced it
+        if self._lookups.get(lookup.key) is lookup:  # If not, a newer lookup has replaced it.
             del self._lookups[lookup.key]
-        del lookup.task  # its error's traceback refers to the lookup, which would be a cycle
+        # An error of the task refers to the lookup through its traceback, so keeping the task here
+        # would be a reference cycle.
+        del lookup.task

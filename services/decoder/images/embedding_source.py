@@ -1,9 +1,9 @@
-"""The embeddings of the decoder's sequences. Each is obtained once for all sequences that need it.
+"""The embeddings of the decoder's sequences.
 
-`EmbeddingStore` looks each embedding up in the arena, in Redis and at the encoders. Sequences get
-memory of the arena in order of arrival, and each sequence gets the memory for all its images at
-once. Otherwise two sequences could each hold half of their images and wait for the memory of the
-other one.
+`EmbeddingStore` looks each embedding up in the arena, in Redis and at the encoders, once for all
+sequences that need it. This file gives sequences memory of the arena, in order of arrival, and
+decides how long they wait. A sequence gets the memory for all its images at once. Otherwise, two
+sequences could each hold the memory for half of their images, and wait forever for the other half.
 """
 
 import asyncio
@@ -23,21 +23,22 @@ from services.decoder.metrics import DecoderMetrics
 
 log = logging.getLogger(__name__)
 
-# If an encoder does not answer, gateways name another encoder for the same image. A sequence that
-# names another encoder than a running lookup calls replaces the lookup once it has lasted this
-# long.
+# Two sequences may name different encoders for the same image, because a gateway chooses another
+# encoder when one does not answer. If a lookup calls the encoder that one sequence has named and
+# lasts longer than this, the other sequence replaces it by a lookup that calls its own encoder.
 _TAKEOVER_S = 1.0
 _STANDSTILL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """A distinct image of a sequence.
+    """One of the different images of a sequence. An image that occurs twice in the prompt is a
+    single request.
 
     Attributes:
         key: image key of the embedding.
         spec: shape and dtype that the embedding must have.
-        encoder_address: address of the encoder that has the embedding.
+        encoder_address: address of the encoder that has the embedding, as the gateway has named it.
     """
 
     key: bytes
@@ -51,7 +52,7 @@ class _WaitingSequence:
 
     Attributes:
         since: time at which the sequence began to wait, by the event loop's clock.
-        progress: times of the encoders' messages, by image key.
+        progress: times of the messages about each image that the encoders have sent, by image key.
     """
 
     since: float
@@ -59,13 +60,13 @@ class _WaitingSequence:
 
     @property
     def last_work_at(self) -> float:
-        """Time at which an encoder last reported work on any image of the sequence. The beginning
-        of the wait if there was no such report.
+        """Time of the last message in which an encoder has reported work on an image of the
+        sequence. The beginning of the wait if there was no such message.
         """
         return max([self.since, *(progress.last_work_at for progress in self.progress.values())])
 
 
-# References to entries, one for each image.
+# A reference to an entry of the arena for each image.
 _References = dict[ImageRequest, ArenaEntry]
 
 
@@ -75,11 +76,13 @@ class EmbeddingSource:
     how long the sequence waits, and which encoder is called.
 
     Args:
-        store: the embeddings in the arena, and the tiers.
+        store: the embeddings in the arena, and the lookups of others.
         metrics: metrics of the decoder.
-        standstill_s: seconds after which a waiting sequence fails, if the encoder of an image has
-            sent no message, or no encoder has reported work on any of the sequence's images.
-        takeover_s: seconds after which a sequence that names another encoder replaces a lookup.
+        standstill_s: longest time in seconds that a sequence waits without news. The sequence fails
+            if, for this long, an image's encoder has sent no message, or no encoder has reported
+            work on any of the sequence's images.
+        takeover_s: seconds after which a sequence may replace a lookup that calls another encoder
+            than the sequence has named.
     """
 
     store: EmbeddingStore[Fetch]
@@ -88,12 +91,12 @@ class EmbeddingSource:
     takeover_s: float = _TAKEOVER_S
 
     def take_resident(self, requests: Sequence[ImageRequest]) -> list[ArenaEntry]:
-        """Takes references to the entries of all images, if all entries are complete and no
-        sequence waits for memory.
+        """Takes references to the entries of all images, if all of them are in the arena and no
+        other sequence waits for memory. This spares most sequences the work of `obtain`.
 
         Returns:
-            One entry per image, which the caller must `release`. An empty list if an embedding has
-            to be obtained with `obtain`.
+            One entry per image, which the caller must `release`. An empty list if the embeddings
+            have to be obtained with `obtain`.
         """
         arena = self.store.arena
         if arena.has_claims:
@@ -114,7 +117,7 @@ class EmbeddingSource:
             requests: distinct images of the sequence.
 
         Yields:
-            The entry of each image as soon as the entry is complete, with a reference that the
+            The entry of each image as soon as the entry is committed, with a reference that the
             caller must `release`.
 
         Raises:
@@ -144,7 +147,8 @@ class EmbeddingSource:
                 request = await done
                 yield references.pop(request)
         finally:
-            # References are released before the await, which a second cancellation may interrupt.
+            # The references are released before the `await`, because it may be interrupted by a
+            # second cancellation.
             for task in tasks:
                 task.cancel()
             self.release_all(references)
@@ -166,7 +170,9 @@ class EmbeddingSource:
         """
         references = self._try_reference_each(requests)
         if references is None:
-            # Unreferenced entries, even of these images, may fragment the room for the others.
+            # There may be enough free memory, but in pieces that are too small, with unreferenced
+            # entries between them. All of these are evicted, even entries of this sequence's
+            # images.
             self.store.arena.evict_unreferenced()
             references = self._try_reference_each(requests)
         for entry in (references or {}).values():
@@ -186,8 +192,8 @@ class EmbeddingSource:
         return references
 
     def _try_reference(self, request: ImageRequest) -> ArenaEntry | None:
-        """Takes a reference to an image's entry, which other sequences may wait for, or reserves a
-        new entry. Returns None if there is too little memory.
+        """Takes a reference to the entry of an image, committed or not. If there is no entry,
+        reserves one. Returns None if there is too little memory.
         """
         entry = self.store.arena.find(request.key)
         if entry is None:
@@ -209,12 +215,12 @@ class EmbeddingSource:
     async def _wait(
         self, request: ImageRequest, entry: ArenaEntry, sequence: _WaitingSequence
     ) -> ImageRequest:
-        """Waits until an embedding is complete, and returns its request.
+        """Waits until an entry is committed, and returns its request.
 
-        Each turn of the loop waits for the lookup under way, which may be another sequence's, and
-        starts a lookup if there is none. If the lookup calls another encoder than this sequence
-        names, the sequence replaces it once, after `takeover_s`. Otherwise the sequence fails after
-        `standstill_s` without news.
+        Each turn of the loop waits for the running lookup, which another sequence may have started,
+        or starts a lookup if none is running. If the lookup calls another encoder than this
+        sequence has named, this sequence replaces it after `takeover_s`, but only once. The
+        sequence fails after `standstill_s` without news.
         """
         address, progress = request.encoder_address, FetchProgress()
         joined, has_taken_over = self.store.running(request.key) is not None, False
@@ -227,29 +233,32 @@ class EmbeddingSource:
             if may_take_over:
                 timeout_s = progress.started_at + self.takeover_s - now
             else:
-                # Both kinds of news have to come, so the one that is older decides.
+                # Two kinds of news are needed: messages about this image, and messages that some
+                # image of the sequence is worked on. The kind that is older decides.
                 last_report_at = min(progress.last_message_at, sequence.last_work_at)
                 timeout_s = last_report_at + self.standstill_s - now
                 if timeout_s <= 0:
                     self.metrics.fetch_errors.labels("unavailable").inc()
-                    # The error has the address that the gateway named, even if another was called.
+                    # The error names the encoder that the gateway has chosen, even if the lookup
+                    # has called another one, so that the gateway does not choose it again.
                     message = f"encoder {called} did not send the embedding in time"
                     raise EncoderFailed(message, address)
             joint = task.join()
             try:
                 finished, _ = await asyncio.wait({joint}, timeout=max(0.0, timeout_s))
                 if not finished:
-                    # Another sequence may have replaced the lookup meanwhile.
+                    # Nothing is done if another sequence has replaced the lookup meanwhile.
                     if may_take_over and self.store.running(request.key) is lookup:
                         has_taken_over = True
                         self._start(request, entry, progress)
                     continue
             finally:
                 joint.cancel()
-            # After an error of another address, the next turn starts a lookup at this address.
+            # If another encoder than this sequence's has failed, the next turn starts a lookup that
+            # calls this sequence's encoder.
             if not joint.cancelled() and (error := joint.exception()) and called == address:
                 raise _copy_of(error, address)
-        progress.report(in_work=True)  # for the sequence's other images, see `last_work_at`
+        progress.report(in_work=True)  # An embedding that has come is news for the others, too.
         if joined:
             self.store.hits.labels("joined").inc()
         return request
@@ -257,8 +266,8 @@ class EmbeddingSource:
     def _start(
         self, request: ImageRequest, entry: ArenaEntry, progress: FetchProgress
     ) -> Lookup[Fetch]:
-        """Starts a lookup that calls the sequence's encoder. A lookup under way is replaced, and
-        the sequences that wait for it wait for the new lookup then.
+        """Starts a lookup that calls the sequence's encoder. If a lookup is running, the new lookup
+        replaces it, also for the sequences that wait for it.
         """
         progress.start()
         fetch = Fetch(request.encoder_address, progress)
@@ -267,7 +276,7 @@ class EmbeddingSource:
 
 @dataclass(frozen=True, slots=True)
 class _ImagesClaim(Claim[_References]):
-    """A sequence's claim of memory for all its images at once."""
+    """A sequence's claim on memory for all its images at once, see `Arena.claim`."""
 
     source: EmbeddingSource
     requests: Sequence[ImageRequest]

@@ -1,17 +1,22 @@
-"""The encoder engine's loop: it receives images and runs them in batches on the device.
+"""The encoder engine: it decodes images and runs them through the vision tower in batches.
 
-An image passes through four kinds of thread:
+The front sends each image (or pair of video frames) as a job. A job is *prepared* when the image is
+decoded and resized, and *placed* when the front has reserved its memory in the arena. It can then
+run. It passes through four kinds of threads:
 
-1. The receiver reads messages from the front. It gives each image to the preprocessing pool at
-   once, so that the next batch is prepared while the device works.
-2. The pool's threads decode and resize images. The image of the lowest rank comes first, and the
-   frames of one video come in their order. One tenant's videos never occupy all threads.
-3. The loop adds prepared images to the batcher, launches batches on the device and reports the end
-   of each image. No other thread uses the batcher, and only the waiter also uses the runner.
-4. The waiter waits for the device, and reports each feature of a batch when it is in the arena.
+1. The receiver reads messages from the front. It queues each job for preparation at once, so that
+   the next batch is prepared while the device works.
+2. The threads of the preprocessing pool prepare jobs. The job of the lowest rank comes first; ranks
+   are assigned by the front, fairly among tenants. The frames of a video are decoded in their
+   order, by one thread at a time. One tenant's videos never occupy all threads.
+3. The loop puts jobs that can run into the batcher, launches batches on the device, and reports the
+   end of each job to the front. No other thread uses the batcher.
+4. The waiter waits for the device, and reports each feature of a batch when it is in the arena. No
+   thread but loop and waiter uses the runner.
 
-The threads hand their results to the loop through one mailbox. A bad image fails alone. A batch
-that fails is split until the image that fails is alone. A broken device ends the process.
+The other threads hand results to the loop through one mailbox. If an image cannot be decoded, its
+job fails alone. If a batch fails on the device, its jobs run again in smaller batches, until the
+job that fails is alone. If the device is broken, the process ends.
 """
 
 import logging
@@ -49,7 +54,8 @@ from services.encoder.engine.preparation_queue import PreparationQueue
 from services.encoder.engine.runner import LaunchedBatch, Runner
 from services.encoder.engine.video_turns import VideoTurns
 
-# Batches on the device: one runs and one is queued behind it, so that the device is never idle.
+# Most batches that are launched at a time: one runs, and one is queued on the device behind it, so
+# that the device is never idle.
 _MAX_LAUNCHED = 2
 
 
@@ -58,11 +64,11 @@ class Engine:
 
     Args:
         channel: connection to the front.
-        runner: owner of the device. Runs the vision tower.
-        preprocessor: decodes and resizes the images, in the threads of the pool.
+        runner: owner of the device, which runs the vision tower.
+        preprocessor: decoder and resizer of images, which the threads of the pool use.
         max_batch_patches: most patches of a batch, before merging.
-        workers: number of threads of the preprocessing pool. The videos of one tenant occupy at
-            most `workers` - 1 of them, but a pool of one thread prepares videos, too.
+        workers: number of threads of the preprocessing pool. One tenant's videos occupy at most
+            `workers` - 1 threads, or the only thread of a pool of one.
     """
 
     def __init__(
@@ -106,7 +112,7 @@ class Engine:
 
     @property
     def num_ready(self) -> int:
-        """Number of images that are ready to run and wait for a batch."""
+        """Number of jobs that can run and wait for a batch."""
         return len(self._batcher)
 
     def run(self) -> None:
@@ -117,7 +123,7 @@ class Engine:
         try:
             while not self._stopping or self._launched:
                 self._read_mailbox()
-                self._finish_done()  # before a launch, which takes the host some time
+                self._finish_done()  # A launch takes some time, so ended jobs are reported first.
                 self._launch_next()
                 self._finish_done()
         except ChannelClosed:
@@ -156,10 +162,11 @@ class Engine:
                 self._mailbox.put(message)
 
     def _queue_preparation(self, message: EncodeImage) -> None:
-        """Queues an image for the pool, or its video, unless the video is queued already.
+        """Queues a job for the pool.
 
-        One queued turn of a video stands for all of its frames that wait. The thread that takes the
-        turn asks `VideoTurns` for the frames that come first.
+        An image is queued as an entry of its own. A video has at most one entry in the queue (its
+        *turn*), however many of its frames wait. The thread that takes the entry asks `VideoTurns`
+        which frames of the video come first.
         """
         turn = message.rank, message.job_id
         video, frames = message.source.video, message.unit.frames
@@ -177,8 +184,8 @@ class Engine:
                 for feature in self._runner.wait(batch):
                     self._send(FeatureDone(jobs, feature))
             except ChannelClosed:
-                pass  # the loop handles it
-            except Exception:  # the loop handles it when it finishes the batch
+                pass  # The loop notices it, too, and ends the process.
+            except Exception:  # The loop gets the same error when it finishes the batch.
                 logging.exception("waiting for the device failed")
             self._mailbox.put(None)
 
@@ -188,11 +195,12 @@ class Engine:
         while (taken := self._unprepared.get()) is not None:
             job_id, tenant = taken
             job = self._jobs[job_id]
-            # The stack holds the video's turn. Closing it lets another thread work on the video.
+            # Closing the stack ends the video's turn, so that another thread may take the next one.
             with ExitStack() as video_turn:
                 if tenant is not None and job.source.video is not None:
                     name = job.source.video.file.name
-                    # The turn was queued by one job, but earlier frames may have come since.
+                    # The turn was queued for the job of some frames. Frames that precede them in
+                    # the video may have come since, and are decoded first.
                     job = self._jobs[self._video_turns.take(name)]
                     video_turn.callback(self._end_video_turn, name, tenant)
                 self._preprocess(job, video_turn)
@@ -212,7 +220,7 @@ class Engine:
         except ChannelClosed:
             job.cancelled = True
         except TriptychError as error:
-            # The frames of the traceback refer to the job, and thus to its file.
+            # The traceback refers to local variables of functions, and so to the image's file.
             job.error = error.with_traceback(None)
         except Exception:
             logging.exception("preprocessing failed")
@@ -222,8 +230,8 @@ class Engine:
         self._mailbox.put(job)
 
     def _prepare(self, job: Job, video_turn: ExitStack) -> Tensor:
-        """Decodes and resizes a job's image. If the image is a pair of frames of a video, the
-        video's turn ends between the two steps: the next frames are decoded during the resizing.
+        """Decodes and resizes a job's image. The turn of a video ends after the decoding, so that
+        another thread can decode the video's next frames during the resizing.
         """
         if job.source.video is None:
             return self._preprocessor.prepare(job.source, job.unit)
@@ -234,7 +242,9 @@ class Engine:
     # Methods of the loop's thread.
 
     def _read_mailbox(self) -> None:
-        """Handles all items of the mailbox. Waits for an item if no batch can be launched."""
+        """Handles all items of the mailbox. If there are none, waits for an item, unless a batch
+        can be launched.
+        """
         try:
             item = self._mailbox.get(block=False)
         except queue.Empty:
@@ -248,18 +258,19 @@ class Engine:
 
     def _handle(self, item: "_Item") -> None:
         match item:
-            case None:  # the device has finished a batch
+            case None:  # The waiter has seen the end of a batch; `run` goes on to finish it.
                 pass
             case Shutdown():
                 self._stopping = True
             case Ping():
-                # While batches are on the device, only the end of a batch proves that it works.
+                # A reply tells the front that the engine works. While batches are on the device, it
+                # may hang, so there is no reply before one of them has ended.
                 if not self._launched:
                     self._send(Pong())
             case CancelImage():
                 job = self._jobs.get(item.job_id)
-                # A job that is being prepared ends when it comes back from the pool, and a job on
-                # the device ends with its batch.
+                # A job that is being prepared ends when the pool has returned it, and a job on the
+                # device ends with its batch. Only other jobs end here.
                 if job is not None and (job.waits_for_place or self._batcher.remove(item.job_id)):
                     self._end(item.job_id, Cancelled("the image was cancelled"))
             case PlaceImage():
@@ -300,21 +311,21 @@ class Engine:
             raise
         except Exception:
             logging.exception("a batch of %d images failed; trying smaller batches", len(images))
-            while self._launched:  # earlier batches end before the device recovers
+            while self._launched:  # `recover` needs a device without running batches.
                 self._finish(self._launched.popleft())
             self._runner.recover()
             self._busy_since = time.monotonic()
             self._run_apart(images)
         else:
             self._launched.append(batch)
-            # A batch that is done at once, as on the CPU, needs no waiter: `_finish_done` follows.
+            # On a CPU, `launch` returns when the batch is done, so there is nothing to wait for.
             if not self._runner.is_done(batch):
                 self._awaited.put(batch)
 
     def _run_apart(self, images: Sequence[Job]) -> None:
-        """Runs the images of a failed batch again, and each half apart if they fail again.
-
-        An image that fails alone ends with the error.
+        """Runs the jobs of a failed batch again. If they fail again, runs the half with the smaller
+        images and the half with the larger images apart. A job that fails alone ends with the
+        error.
         """
         try:
             launched = self._runner.launch(images)
@@ -337,7 +348,7 @@ class Engine:
         finite = self._runner.finish(batch)
         now = time.monotonic()
         self._busy_s += now - self._busy_since
-        self._busy_since = now  # start of the next batch, if one is launched
+        self._busy_since = now  # The next batch, if one was launched, begins now.
         self._num_images += len(batch.images)
         self._num_patches += sum(image.unit.num_patches for image in batch.images)
         for image, is_finite in zip(batch.images, finite, strict=True):
@@ -371,15 +382,15 @@ class Engine:
     # Methods of several threads: messages to the front.
 
     def _report_begun(self, *job_ids: int) -> None:
-        """Reports to the front that work on these jobs is about to begin. If this process dies
-        during the work, the front knows which images may have caused that.
+        """Tells the front that work on these jobs is about to begin. If this process then dies, the
+        front knows which images may have killed it.
         """
         with self._sending:
             self._active.update(job_ids)
             self._channel.send(ActiveJobs(sorted(self._active)))
 
     def _report_paused(self, job_id: int) -> None:
-        """Reports to the front that a job is prepared and waits for its batch."""
+        """Tells the front that nothing works on a job for now, because it waits for its batch."""
         with self._sending:
             self._active.discard(job_id)
             self._channel.send(ActiveJobs(sorted(self._active)))
@@ -389,7 +400,8 @@ class Engine:
             self._channel.send(message)
 
 
-# An item of the mailbox. None says that the waiter has seen the end of a batch.
+# Items of the mailbox. A `Job` has come back from the pool. None says that the waiter has seen the
+# end of a batch.
 _Item = Job | PlaceImage | CancelImage | Ping | Shutdown | None
 
 

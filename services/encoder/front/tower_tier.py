@@ -1,4 +1,8 @@
-"""The vision tower as the last tier of the encoder's embedding store: it computes embeddings."""
+"""The vision tower as the last tier of the encoder's embedding store: it computes embeddings.
+
+The engine process runs the tower. This file decides which images the engine gets, and in which
+order.
+"""
 
 import asyncio
 import time
@@ -20,13 +24,13 @@ _MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients ignore a longer wait
 
 @dataclass(frozen=True, slots=True)
 class _Encode:
-    """An image in work.
+    """An image that the engine has, from the start of its lookup to the end.
 
     Attributes:
         job: the engine's job.
         begun_at: time at which the lookup started, as `time.monotonic()`.
-        num_queued_patches: number of patches of all images in work at that time, this image
-            included.
+        num_queued_patches: number of patches of all images that the engine had at that time, with
+            this image.
     """
 
     job: EngineJob
@@ -35,17 +39,20 @@ class _Encode:
 
 
 class TowerTier(Tier[Work]):
-    """Computes embeddings in the engine process, within bounds and in a fair order.
+    """Computes embeddings in the engine process.
 
-    The engine gets an image when its lookup starts, so that the image is decoded while Redis, which
-    rarely has the embedding, is asked.
+    The engine gets an image as soon as its lookup starts, and decodes the file while Redis is
+    asked, because Redis rarely has the embedding. If Redis has it, the engine's job is cancelled.
 
     Args:
         engine: the client of the engine process.
-        admission: bounds and orders the images in work.
+        admission: bounds the number of images that the engine has, and orders them fairly among
+            tenants.
         metrics: the encoder's metrics.
-        sources: gets the inputs of each embedding that was found or computed.
-        max_queued_bytes: the most bytes of files in work; more are refused at once.
+        sources: store of the inputs of recent embeddings. If an embedding is evicted before it is
+            fetched, it is computed again from these inputs.
+        max_queued_bytes: the most bytes of files of the images that the engine has. Further images
+            are refused.
     """
 
     name = "tower"
@@ -66,7 +73,7 @@ class TowerTier(Tier[Work]):
         self._max_queued_bytes = max_queued_bytes
         self._encodes: dict[Lookup[Work], _Encode] = {}
         self._queued_bytes = 0
-        self._s_per_patch = 0.0  # measured on the last image; 0 before the first
+        self._s_per_patch = 0.0  # seconds per patch, measured on the last image; 0 before
         metrics.backlog_seconds.set_function(self._backlog_s)
         metrics.queue_images.set_function(lambda: len(self._encodes))
         metrics.queue_patches.set_function(lambda: admission.num_patches)
@@ -75,7 +82,7 @@ class TowerTier(Tier[Work]):
         """Admits an image, and sends it to the engine.
 
         Raises:
-            Overloaded: too much is in work already. The error says when to try again.
+            Overloaded: the engine has too much work. The error says when to try again.
             Unavailable: the engine process has ended.
         """
         source, unit, share = lookup.inputs
@@ -93,11 +100,11 @@ class TowerTier(Tier[Work]):
         self._encodes[lookup] = _Encode(job, time.monotonic(), self._admission.num_patches)
 
     async def find(self, lookup: Lookup[Work]) -> bool:
-        """Has the engine compute the embedding."""
+        """Gives the engine the memory for the embedding, and waits until it has computed it."""
         if (write := await lookup.place()) is None:
             return True
         encode = self._encodes[lookup]
-        write.retain()  # for the engine, even if no caller waits any more
+        write.retain()  # The engine is a writer. It may write even after this call was cancelled.
         self._engine.place(encode.job, write)
         encode.job.done.add_done_callback(lambda done: self._written(write, encode.job.rank, done))
         times = await asyncio.shield(encode.job.done)
@@ -107,14 +114,14 @@ class TowerTier(Tier[Work]):
         }
         for stage, seconds in lookup.seconds.items():
             self._metrics.stages.labels(stage).observe(seconds)
-        # The image has also waited for the images before it: the time is that of all.
+        # In this time the engine has also computed the images that it had before.
         self._s_per_patch = (time.monotonic() - encode.begun_at) / encode.num_queued_patches
         return True
 
     def end(self, lookup: Lookup[Work], *, succeeded: bool) -> None:
-        """Ends the accounting of an image, and stores its inputs if the lookup has succeeded."""
+        """Takes an image out of the accounts, and stores its inputs if the lookup has succeeded."""
         source, unit, share = lookup.inputs
-        self._engine.cancel(self._encodes.pop(lookup).job)  # no effect on a job that has ended
+        self._engine.cancel(self._encodes.pop(lookup).job)  # Has no effect if the job has ended.
         self._admission.leave(share, unit.num_patches)
         self._queued_bytes -= source.num_bytes
         if succeeded:
@@ -123,13 +130,15 @@ class TowerTier(Tier[Work]):
     def _written(
         self, write: EmbeddingWrite, rank: float, done: "asyncio.Future[StageTimes]"
     ) -> None:
-        """Commits a writing that the engine has ended, unless it has failed, and releases it."""
-        self._admission.ran(rank)  # the engine is done with the image of this rank
+        """Handles the end of an engine's job: commits the embedding unless the job has failed, and
+        ends the engine's work as a writer.
+        """
+        self._admission.ran(rank)
         if done.exception() is None:
             self._metrics.images_encoded.inc()
             write.commit()
         write.release()
 
     def _backlog_s(self) -> float:
-        """Returns the seconds that the images in work will take, at the speed of the last image."""
+        """Returns the seconds that the engine's images take at the speed of the last image."""
         return self._admission.num_patches * self._s_per_patch

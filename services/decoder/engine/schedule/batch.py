@@ -28,9 +28,9 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     """One sequence's part of a step: its tokens [start, start + length) are computed.
 
     Attributes:
-        sequence: the sequence. It has a row, and blocks for start + length - 1 + limit tokens: all
-            that are in the cache afterwards. The last token that the step yields is not among
-            them, because its keys and values are computed by the next step.
+        sequence: the sequence. It has a row, and blocks for start + length - 1 + limit tokens,
+            which are in the cache afterwards. The last token that the step yields needs no place
+            yet, because the next step computes its keys and values.
         start: number of the sequence's tokens whose keys and values are in the cache already. If
             steps in flight may yield fewer tokens than planned, it is an upper bound.
         length: number of tokens to compute now, at least 1.
@@ -135,8 +135,8 @@ class Batch:
         """Returns `ComputeStep.scored` and `SampleStep.followers`.
 
         Args:
-            first: number of chunks from the device. They have one token each, so it is also the
-                index in the step of the first token of the other chunks.
+            first: number of chunks from the device. Such a chunk has one token, so `first` is also
+                the index in the step of the first token of the other chunks.
         """
         runs: list[tuple[int, int, int]] = []
         followers: list[int] = []

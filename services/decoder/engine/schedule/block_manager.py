@@ -62,9 +62,9 @@ class BlockManager:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Returns the ids of the registered blocks that have the sequence's longest cached prefix.
 
-        With recurrent states, the prefix ends at a checkpoint. It never has the sequence's last
-        token, because this token has to be computed so that the next one can be sampled. If
-        logprobs of prompt tokens are wanted, the prefix is empty, because all of them have to be
+        With recurrent states, the prefix ends at a checkpoint. The sequence's last token is never
+        part of the prefix, because it has to be computed so that a next token can be sampled. If
+        logprobs of prompt tokens are wanted, the prefix is empty, because all tokens have to be
         computed.
         """
         if sequence.needs_scores:
