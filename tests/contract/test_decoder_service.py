@@ -34,6 +34,7 @@ from tests.decoder_service_harness import (
 from tests.fake_fetch import FAULTS
 from tests.fake_runner import VOCAB_SIZE
 from tests.noise import PATIENCE_S
+from tests.store_state import num_unfinished
 
 
 async def test_describe_says_what_is_served():
@@ -560,6 +561,6 @@ async def test_nothing_is_left_after_a_storm():
         # What was cancelled ends a few turns of the loop later.
         await until(lambda: not decoder.front.num_streams)
         await until(lambda: not decoder.front.images.num_fetches)
-        assert not decoder.source.store.num_unfinished and not decoder.arena.has_claims
+        assert not num_unfinished(decoder.source.store) and not decoder.arena.has_claims
         gc.collect()
         assert not decoder.front.images.num_fetches and not decoder.front.images.num_sequences

@@ -24,6 +24,7 @@ from tests.contract.test_embedding_transport import (
     reading,
     until,
 )
+from tests.store_state import num_lookups, num_unfinished
 
 __all__ = ["pod", "reader"]
 
@@ -56,7 +57,7 @@ async def test_a_feature_is_sent_while_the_next_is_computed(pod: Pod, *, shared_
         assert (await encoding).source == pb.EncodeResponse.SOURCE_COMPUTED
         assert first.fetched_bytes("shm" if shared_memory else "grpc") == SPEC.size_bytes
     await until(lambda: is_unreferenced(pod))
-    assert not pod.store.num_unfinished
+    assert not num_unfinished(pod.store)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -74,7 +75,7 @@ async def test_an_encode_that_fails_midway_is_unavailable(pod: Pod, *, shared_me
             await encoding
         assert reader.arena.used_bytes == 0
         await until(lambda: pod.store.arena.used_bytes == 0)
-        assert not pod.store.num_unfinished
+        assert not num_unfinished(pod.store)
         pod.engine.late_errors.clear()
         await pod.encode(b"image", GRID)
         assert await reader.get(b"image", pod.address) == pod.expected(b"image", GRID)
@@ -108,7 +109,7 @@ async def test_an_encode_without_waiters_is_cancelled_after_a_feature(pod: Pod):
     await until(lambda: bool(pod.engine.cancelled))
     pod.engine.feature_gate.set()
     await until(lambda: pod.store.arena.used_bytes == 0)
-    assert not pod.store.num_unfinished
+    assert not num_unfinished(pod.store)
 
 
 async def test_a_reader_that_is_cancelled_twice_holds_nothing(pod: Pod):
@@ -146,7 +147,7 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
     pod.engine.feature_gate.clear()
     pod.engine.late_errors[b"image"] = ("internal_error", "made to fail")
     encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, Work(Source(b"image"), Unit(GRID))))
-    await until(lambda: bool(pod.store.num_unfinished))
+    await until(lambda: bool(num_unfinished(pod.store)))
 
     async def read() -> None:
         async with pod.embeddings.reading(KEY, 0.05) as reading:
@@ -162,7 +163,7 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
     with pytest.raises(TriptychError, match="made to fail"):
         await encoding
     await until(lambda: len(arena) == 0)
-    assert arena.used_bytes == 0 and not pod.store.num_unfinished
+    assert arena.used_bytes == 0 and not num_unfinished(pod.store)
 
 
 async def come_and_go(
@@ -205,7 +206,7 @@ async def test_readers_that_come_and_go_leave_nothing_behind(pod: Pod):
     assert min(outcomes.values()) > cases(3, 10)
     for each in readers:
         await each.source.close()
-        assert not each.source.store.num_unfinished
+        assert not num_unfinished(each.source.store)
         assert all(entry.references == 0 for entry in each.arena.entries)
     await until(lambda: is_unreferenced(pod))
-    assert not pod.store.num_unfinished and not pod.store.keys_in_lookup
+    assert not num_unfinished(pod.store) and not num_lookups(pod.store)

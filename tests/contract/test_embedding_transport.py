@@ -24,6 +24,7 @@ from services.encoder.front import redis_tier
 from tests.contract.encoder_pod import LIKE, Pod, embedding_of, key_of, run_pod
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
+from tests.store_state import num_unfinished, num_waiters
 from tests.stubs import EncoderStub
 
 GRID = (1, 96, 100)  # 1.2 MiB: two chunks, and two blocks of the digest
@@ -190,7 +191,7 @@ async def test_a_reader_that_waits_for_the_encode_is_woken(pod: Pod, reader: Rea
     pod.engine.gate.clear()
     encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
     getting = asyncio.create_task(reader.get(b"image", pod.address))
-    await until(lambda: any(pod.store.num_waiters(k) == 2 for k in pod.store.keys_in_lookup))
+    await until(lambda: num_waiters(pod.store, key_of(b"image", GRID)) == 2)
     pod.engine.gate.set()
     assert await getting == pod.expected(b"image", GRID)
     await encoding
@@ -307,7 +308,7 @@ async def test_an_encoder_that_dies_while_it_is_read_is_unavailable(reader: Read
         assert failure.value.encoder_address == address and failure.value.kind == "unavailable"
         # The memory of the dead encoder is unmapped.
         assert fetcher.num_channels == 1 and fetcher.memory_of(address) is None
-    assert reader.arena.used_bytes == 0 and not reader.source.store.num_unfinished
+    assert reader.arena.used_bytes == 0 and not num_unfinished(reader.source.store)
     async with encoder_process() as (_, address):
         await encode_at(address, b"image")
         assert await reader.get(b"image", address) == embedding_of(b"image", SPEC)

@@ -20,6 +20,7 @@ from services.common.transport.rpc import error_from_rpc
 from tests.contract.encoder_pod import LIKE, PREFIX, Pod, key_of, run_pod
 from tests.noise import PATIENCE_S, async_least, timed
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
+from tests.store_state import num_waiters
 
 Response, GRID = pb.EncodeResponse, (1, 8, 8)
 
@@ -86,7 +87,7 @@ async def test_fetch_of_an_image_without_encode_ends_at_its_deadline(pod: Pod) -
         assert isinstance(error, errors.EmbeddingUnavailable | errors.DeadlineExceeded)
 
     assert await async_least(lambda: timed(fails()), 2) < 2
-    await until(lambda: not pod.embeddings.num_awaited)
+    await until(lambda: not pod.embeddings._awaited)
 
 
 async def test_a_reader_that_asks_is_told_whether_its_embedding_is_in_work() -> None:
@@ -159,9 +160,9 @@ async def test_followers_outlive_the_leader(pod: Pod) -> None:
     leader = pod.encode(b"image")
     await until(lambda: pod.engine.jobs)
     follower = asyncio.ensure_future(pod.encode(b"image"))
-    await until(lambda: pod.store.num_waiters(key_of(b"image")) == 2)
+    await until(lambda: num_waiters(pod.store, key_of(b"image")) == 2)
     leader.cancel()
-    await until(lambda: pod.store.num_waiters(key_of(b"image")) == 1)
+    await until(lambda: num_waiters(pod.store, key_of(b"image")) == 1)
     pod.engine.gate.set()
     assert (await follower).source == Response.SOURCE_JOINED
     assert len(pod.engine.jobs) == 1 and not pod.engine.cancelled
@@ -172,7 +173,7 @@ async def test_a_job_without_waiters_is_cancelled(pod: Pod) -> None:
     calls = [pod.encode(b"image"), pod.encode(b"image")]
     fetching = asyncio.create_task(pod.fetch(b"image"))
     await until(lambda: bool(pod.engine.jobs))
-    await until(lambda: pod.store.num_waiters(key_of(b"image")) == 3)
+    await until(lambda: num_waiters(pod.store, key_of(b"image")) == 3)
     for call in calls:
         call.cancel()
     fetching.cancel()
@@ -213,7 +214,7 @@ async def test_fetch_of_a_failing_image_fails(
     encoding = asyncio.ensure_future(failure(pod.encode(b"bad")))
     await until(lambda: pod.engine.jobs)
     fetching = asyncio.ensure_future(failure(pod.fetch(b"bad")))
-    await until(lambda: pod.store.num_waiters(key_of(b"bad")) == 2)
+    await until(lambda: num_waiters(pod.store, key_of(b"bad")) == 2)
     pod.engine.gate.set()
     assert (await encoding).code == code
     assert type(await fetching) is kind
@@ -310,8 +311,7 @@ async def test_calls_that_wait_for_an_encode_keep_no_message(pod: Pod) -> None:
     tracemalloc.start()
     try:
         joined = [asyncio.ensure_future(pod.encode(image)) for _ in range(joins)]
-        (key,) = pod.store.keys_in_lookup
-        await until(lambda: pod.store.num_waiters(key) == 1 + joins)
+        await until(lambda: num_waiters(pod.store, key_of(image)) == 1 + joins)
         # The clients keep what they have sent.
         assert tracemalloc.get_traced_memory()[0] < (1 + joins) * len(image)
     finally:

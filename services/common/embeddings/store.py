@@ -176,21 +176,6 @@ class EmbeddingStore(Generic[Inputs]):
         self._tiers = tiers
         self._lookups: dict[bytes, Lookup[Inputs]] = {}
 
-    @property
-    def keys_in_lookup(self) -> list[bytes]:
-        """Keys of the running lookups."""
-        return list(self._lookups)
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of entries that are not committed, or whose digest is not known yet."""
-        return sum(not (entry.committed and entry.digest) for entry in self.arena.entries)
-
-    def num_waiters(self, key: bytes) -> int:
-        """Returns how many callers wait for the lookup of a key."""
-        lookup = self.running(key)
-        return lookup.task.num_waiters if lookup else 0
-
     def running(self, key: bytes) -> Lookup[Inputs] | None:
         """Returns the running lookup of a key, which callers may join. None if there is none."""
         lookup = self._lookups.get(key)

@@ -78,11 +78,6 @@ class Embeddings:
         # Readers of keys for which no encode has been requested yet.
         self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}
 
-    @property
-    def num_awaited(self) -> int:
-        """Number of keys that readers wait for and that no encode has been requested for."""
-        return len(self._awaited)
-
     def spec_of(self, unit: Unit) -> EmbeddingSpec:
         """Returns shape and dtype of a unit's embedding."""
         return replace(self._like, num_tokens=self.geometry.num_tokens(unit))

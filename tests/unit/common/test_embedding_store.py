@@ -13,6 +13,7 @@ from services.common.embeddings.embedding_write import EmbeddingWrite
 from services.common.embeddings.store import MEMORY, EmbeddingStore, Lookup, Tier
 from services.common.errors import EmbeddingUnavailable, Overloaded, TriptychError
 from tests.noise import PATIENCE_S
+from tests.store_state import num_lookups, num_unfinished, num_waiters
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 SPEC = EmbeddingSpec("float16", 2, 16, 8)
@@ -96,7 +97,7 @@ class World:
         return bytes(self.store.arena.view(entry)) if entry else b""
 
     def assert_at_rest(self) -> None:
-        assert not self.store.keys_in_lookup
+        assert not num_lookups(self.store)
         assert not any(tier.open for tier in self.tiers)
         assert all(entry.references == 0 for entry in self.store.arena.entries)
 
@@ -106,7 +107,7 @@ async def world(*tiers: ListTier, pages: int = 4) -> AsyncIterator[World]:
     made = World(*tiers, pages=pages)
     try:
         yield made
-        await until(lambda: not made.store.num_unfinished)
+        await until(lambda: not num_unfinished(made.store))
         made.assert_at_rest()
     finally:
         await made.store.close()
@@ -176,7 +177,7 @@ async def test_the_last_caller_to_leave_cancels_the_lookup_and_the_next_one_star
         first.cancel()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert w.store.running(KEY) is lookup and w.store.num_waiters(KEY) == 1
+        assert w.store.running(KEY) is lookup and num_waiters(w.store, KEY) == 1
         second.cancel()
         await until(lambda: w.store.running(KEY) is None)
         tier.gate.set()
@@ -257,7 +258,7 @@ async def test_readers_see_each_range_and_the_digest_is_that_of_the_bytes():
         write.offer(size // 2, size)
         assert changed.done() and write.ranges == [(size // 2, size)]
         changed = write.changed
-        assert changed is not None and not changed.done() and w.store.num_unfinished == 1
+        assert changed is not None and not changed.done() and num_unfinished(w.store) == 1
         write.commit()
         assert write.ranges == [(size // 2, size), (0, size // 2)]
         assert changed.done() and write.changed is None
@@ -270,7 +271,7 @@ async def test_a_given_digest_is_not_computed():
     async with world() as w:
         write = await w.store.reserve(KEY, SPEC)
         write.commit(b"d" * 16)
-        assert await write.digest() == b"d" * 16 and not w.store.num_unfinished
+        assert await write.digest() == b"d" * 16 and not num_unfinished(w.store)
         write.release()
 
 

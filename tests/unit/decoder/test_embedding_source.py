@@ -22,6 +22,7 @@ from services.decoder.metrics import DecoderMetrics
 from tests.cases import cases
 from tests.fake_fetch import FAULTS, FakeFetchServicer, embedding_bytes, serve_fetch
 from tests.noise import PATIENCE_S, turns
+from tests.store_state import num_unfinished
 
 PAGE = 4096
 KEYS = [bytes([n]) * 32 for n in range(8)]
@@ -116,7 +117,7 @@ class World:
 
     def assert_unreferenced(self) -> None:
         assert all(e.references == 0 and e.committed for e in self.arena.entries)
-        assert not self.store.num_unfinished and not self.arena.has_claims
+        assert not num_unfinished(self.store) and not self.arena.has_claims
 
 
 async def until(condition) -> None:
@@ -195,7 +196,7 @@ async def test_a_slow_encoder_that_says_that_it_works_is_waited_for():
         await until(lambda: time.monotonic() - began > 3.0)
         assert not obtaining.done() and servicer.num_words > 2
         del servicer.words[KEYS[1]]
-        await until(lambda: world.store.num_unfinished == 1)
+        await until(lambda: num_unfinished(world.store) == 1)
         servicer.words.clear()
         await obtaining
         assert servicer.num_calls == 2 and not world.observer.failed
@@ -301,7 +302,7 @@ async def test_a_cancelled_waiter_affects_no_other_and_the_last_one_ends_the_fet
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await until(lambda: servicer.num_cancelled == 1)
-        await until(lambda: not world.store.num_unfinished)
+        await until(lambda: not num_unfinished(world.store))
         world.assert_unreferenced()
         servicer.gate.set()
         await world.obtain(world.request(2))
@@ -427,5 +428,5 @@ async def test_a_caller_cancelled_twice_leaves_nothing_behind():
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await until(lambda: not world.store.num_unfinished)
+            await until(lambda: not num_unfinished(world.store))
             assert world.arena.used_bytes == 0
