@@ -230,6 +230,15 @@ def test_parses_whole_and_in_pieces(form, text, expected):
         assert parse(form, chunks) == expected, chunks
 
 
+@pytest.mark.parametrize("form", PARSERS)
+def test_wherever_an_answer_is_cut_its_calls_are_objects_in_any_pieces(form):
+    """`plain` checks the arguments. Partial-JSON libraries fail here (ADR 0026)."""
+    rng = random.Random(1)
+    for _, text, _ in (case for case in CASES if case[0] == form):
+        for end in range(len(text)):
+            assert parse(form, cut(text[:end], rng)) == parse(form, [text[:end]]), text[:end]
+
+
 PIECES = [
     "<tool_call>", "</tool_call>", "<function=", "look", "stop", ">", "</function>", "<parameter=",
     "text", "count", "</parameter>", "\n", " ", '"', "\\", "{", "}", "[", "]", ":", ",", "5", "<",
