@@ -71,7 +71,10 @@ class WatchedFiles(Generic[Content]):
         except (OSError, ValueError) as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                log.error("the changed files are not used, the content before stays: %s", error)
+                log.error(
+                    "the changed files are not valid, so their previous content stays in use: %s",
+                    error,
+                )
             return
         self._complaint = ""
         log.info("read the changed files: %s", ", ".join(map(str, self._paths)))

@@ -52,8 +52,8 @@ def not_started(error: OSError) -> Overloaded:
     """Logs that a child cannot be started. Returns the error for the client: another encoder can
     start one, or this encoder can later.
     """
-    log.error("a decoder was not started: %s", error)
-    return Overloaded("no process can be started here now", retry_after_s=1)
+    log.error("a worker that decodes files could not be started: %s", error)
+    return Overloaded("the encoder cannot start a worker now", retry_after_s=1)
 
 
 class Child:
@@ -164,9 +164,9 @@ class Child:
                 self._ready = True
             except (OSError, EOFError):
                 how, num_tries = self._restart(), num_tries + 1
-                log.error("a decoder did not start: %s", how)
+                log.error("a worker that decodes files did not start: %s", how)
                 if how != _KILLED or num_tries == 2:
-                    raise InternalError("a decoder cannot be started") from None
+                    raise InternalError("the encoder cannot start a worker") from None
 
     def _receive(self, timeout_s: float) -> bytes:
         if not self._channel.poll(timeout_s):

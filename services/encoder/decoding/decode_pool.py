@@ -59,8 +59,8 @@ class MemoryBudget:
         """
         if num_bytes > self.total_bytes:
             raise InvalidImage(
-                f"decoding the image may take {num_bytes} bytes; at most {self.total_bytes}, a "
-                "quarter of the encoder's memory, are given to one image here"
+                f"decoding the image may take {num_bytes} bytes; an image may take at most "
+                f"{self.total_bytes}, which is a quarter of the encoder's memory"
             )
         me = object()
         with self._changed:
@@ -156,7 +156,7 @@ def decode_in(worker: Child, data: bytes, task: Task) -> np.ndarray:
     try:
         error = worker.ask(msgspec.msgpack.encode(task), data, cpu_s=task.cpu_s)
     except ChildLost as lost:
-        log.warning("an image of %d bytes ended its decoder: %s", len(data), lost)
+        log.warning("an image of %d bytes ended the worker that decoded it: %s", len(data), lost)
         raise InvalidImage(
             "decoding the image takes more time or memory than an image of its size may"
         ) from None

@@ -124,11 +124,11 @@ class InputReader:
         video = self._videos.get(request.video_digest) if request.video_digest else None
         source = Source(request.image, request.second_image, video.video if video else None)
         if unit.frames is None and (video or source.second):
-            raise InvalidRequest("an image has neither a video nor a second image")
+            raise InvalidRequest("a still image must have neither a video nor a second image")
         if video and source.num_bytes:
-            raise InvalidRequest("frames are of a video or images, not both")
+            raise InvalidRequest("frames come from a video or as images, not both")
         if request.is_embedding and unit.frames is not None:
-            raise InvalidRequest("an embedding is no pair of frames")
+            raise InvalidRequest("an embedding cannot be a pair of frames")
         return EncodeInputs(source, unit, request.cache_salt, request.is_embedding, video)
 
 

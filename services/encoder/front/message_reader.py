@@ -62,7 +62,7 @@ class MessageReader:
             Overloaded: too many bytes are in transit already.
         """
         if self.num_bytes and self.num_bytes + num_bytes > self._max_bytes:
-            raise Overloaded("calls under way have too many bytes", retry_after_s=1)
+            raise Overloaded("running calls have too many bytes in transit", retry_after_s=1)
         self.num_bytes += num_bytes
 
     def uncount(self, num_bytes: int) -> None:

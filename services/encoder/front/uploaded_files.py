@@ -62,7 +62,8 @@ class UploadedFiles:
                 is_stored |= await self._redis.write_file(_name(tenant, digest), data, TTL_S)
         if not is_stored:
             raise PayloadTooLarge(
-                f"at most {self._max_bytes // 2} bytes of a tenant's files are kept here"
+                "the file is too large: the files of a tenant may have at most "
+                f"{self._max_bytes // 2} bytes together"
             )
         return digest
 
@@ -82,7 +83,7 @@ class UploadedFiles:
                 if data is not None and await _digest(data) == digest:
                     self._files.put(tenant, digest, data)
                     return data
-        raise NotFound("no such file is kept: upload it again")
+        raise NotFound("the file is not stored, or no longer: upload it again")
 
     async def delete(self, tenant: str, digest: bytes) -> bool:
         """Deletes a file, and returns whether there was one.
@@ -93,7 +94,7 @@ class UploadedFiles:
         found = self._files.delete(tenant, digest)
         if self._redis is not None:
             if (was_there := await self._redis.delete_file(_name(tenant, digest))) is None:
-                raise Overloaded("Redis, which may have the file, is away", retry_after_s=1)
+                raise Overloaded("Redis, which may have the file, does not answer", retry_after_s=1)
             found |= was_there
         return found
 

@@ -140,7 +140,7 @@ class VideoStore:
         if (found := self._found(digest, share)) is not None:
             return found
         if self._capacity.used and not self._capacity.allows(share.tenant, len(file)):
-            raise Overloaded("videos that wait to be read have too many bytes", retry_after_s=1)
+            raise Overloaded("too many bytes of videos wait to be read", retry_after_s=1)
         self._capacity.take(share.tenant, len(file))
         try:
             address = await self._copier.copy(file)

@@ -255,7 +255,9 @@ def _ask(slot: _Slot, question: Question) -> Answer:
         data = slot.child.ask(msgspec.msgpack.encode(question), cpu_s=question.cpu_s)
     except ChildLost as lost:
         slot.name = ""
-        log.warning("a video of %d bytes ended its decoder: %s", question.file.size_bytes, lost)
+        log.warning(
+            "a video of %d bytes ended the worker that read it: %s", question.file.size_bytes, lost
+        )
         raise (InvalidVideo if lost.is_caused_by_work else DecoderLost)(TOO_SLOW) from None
     answer = msgspec.msgpack.decode(data, type=Answer)
     if answer.error_code:

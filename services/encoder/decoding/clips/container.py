@@ -165,7 +165,7 @@ def demuxer_of(data: memoryview) -> str:
 
 
 def _no_other_file(*_: object) -> NoReturn:
-    raise OSError(errno.EACCES, "a video opens no other file")
+    raise OSError(errno.EACCES, "a video must not open another file")
 
 
 @contextmanager
