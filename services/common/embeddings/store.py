@@ -14,7 +14,6 @@ evicted, to make room for another embedding.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -207,11 +206,13 @@ class EmbeddingStore(Generic[Inputs]):
         """
         placed: asyncio.Future[EmbeddingWrite] = asyncio.get_running_loop().create_future()
         lookup = Lookup(self, key, spec, inputs, needs_bytes, placed)
-        with ExitStack() as refused:
-            for tier in self._tiers:
+        for number, tier in enumerate(self._tiers):
+            try:
                 tier.begin(lookup)
-                refused.callback(tier.end, lookup, succeeded=False)
-            refused.pop_all()
+            except BaseException:
+                for begun in self._tiers[:number]:
+                    begun.end(lookup, succeeded=False)
+                raise
         if entry is not None:
             self.arena.acquire(entry)
             placed.set_result(EmbeddingWrite(self.arena, self.digests, entry))
