@@ -51,8 +51,8 @@ class AttentionMetadata:
             `seq_lens`.
         work: result of the backend's `list_work`, on the device. None if there is no work list.
         plan: result of the backend's `plan`.
-        wants_keys_values: True if `forward` reads the step's own keys and values beside the cache;
-            set by `plan`.
+        wants_keys_values: True if `forward` reads the step's own keys and values from a tensor of
+            their own and not from the cache. `plan` sets it.
         fused: True if attention is part of `fused_decode_attention`, which needs no plan.
         states: layout of the step for linear attention layers. None if the model has no such
             layers.
@@ -105,10 +105,9 @@ class AttentionBackend(Protocol):
         ...
 
     def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:
-        """Returns the work items that kernels read beside lengths and blocks, or None.
-
-        The list is uploaded with the step. Captured steps with equal numbers of tokens and
-        sequences have lists of one size.
+        """Returns a list of work items for kernels that need one in addition to lengths and blocks,
+        or else None. It is uploaded with the step. For captured steps with equal numbers of tokens
+        and sequences, the lists have the same size.
 
         Args:
             step: lengths of the step.
@@ -117,7 +116,8 @@ class AttentionBackend(Protocol):
         ...
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> Any:  # noqa: ANN401 - backend's own
-        """Does the host's work of a step, once for all layers; the result becomes `metadata.plan`.
+        """Does the host's work for a step, once for all layers. The result becomes
+        `metadata.plan`.
 
         Args:
             metadata: layout of the step.

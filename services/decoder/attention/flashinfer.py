@@ -1,9 +1,9 @@
 """Paged attention by flashinfer: decode, and prefill by FA3 (Hopper) or FA2.
 
-Both are planned on the host once per step. A plan is written to pinned memory and copied to the
-device asynchronously. The copy may still wait behind the previous step when the next step is
-planned, so the pinned memory is a ring. All wrappers share one float workspace. Decode on tensor
-cores is the FA2 prefill kernel.
+Both are planned on the host, once per step. A plan is written to pinned memory and copied to the
+device asynchronously. When the next step is planned, the copy may still wait for the device, so
+plans are written to several pinned buffers in turn. All wrappers share one float workspace. Decode
+on tensor cores uses the FA2 prefill kernel.
 """
 
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportCallIssue=false
@@ -25,7 +25,7 @@ _RING = 3
 
 
 class _PinnedRing:
-    """Pinned memory of plans in flight; a buffer is free again when its event has passed.
+    """Pinned buffers for plans, used in turn. A buffer is free again when its event has passed.
 
     Args:
         size_bytes: size of one buffer.
@@ -39,7 +39,7 @@ class _PinnedRing:
         self._turn = 0
 
     def take(self) -> Tensor:
-        """Returns the next buffer; waits in the rare case that its last copy has not run."""
+        """Returns the next buffer. Waits in the rare case that its last copy has not run."""
         self._turn = (self._turn + 1) % len(self._buffers)
         self._events[self._turn].synchronize()
         return self._buffers[self._turn]
@@ -132,7 +132,8 @@ class FlashInferDecode:
         tensor_cores: bool | None = None,
     ) -> None:
         self._facts, self._device, self._scratch = facts, device, scratch
-        # Decodes and chunks of one step are planned before either runs: a workspace each.
+        # The decodes and the chunks of a step are planned before either of them runs, so each kind
+        # needs a workspace of its own.
         self._workspaces = _Workspaces(facts.max_num_sequences, device)
         tuned = size_class(facts).flashinfer_tensor_cores
         self._tensor_cores = tuned if tensor_cores is None else tensor_cores

@@ -1,9 +1,9 @@
 """Attention on a GPU: runs each step's decodes and chunks by the fastest implementation for them.
 
 `services.decoder.attention.table` lists the implementations and counts their calls. Our own kernels
-need no plan, so a CUDA graph can hold them. The host needs longer to launch Triton's kernels one by
-one than to launch flashinfer's, so an eager step uses our kernels only if the step has enough
-tokens to hide the launches.
+need no plan, so CUDA graphs can contain them. Outside of graphs, the host takes longer to launch
+Triton's kernels than flashinfer's. An eager step therefore uses our kernels only if it has so many
+tokens that the device is busy during the launches.
 
 An implementation that fails while kernels warm up is dropped, and the step is planned again. A
 later failure is raised to the caller.

@@ -19,12 +19,13 @@ class AnswerFormat:
     """The format of the answers to one request.
 
     Attributes:
-        reasoning: the place where an answer begins. None if the model does not think.
+        reasoning: the place where an answer begins, see `reasoning.Start`. None if the model does
+            not think.
         calls: calls that the answer may contain. None if calls are not allowed.
         has_to_call: true if the answer has to contain a call.
         include_reasoning: true if the response contains the reasoning.
-        grammar: the grammar that the decoder holds the answer to. None if the answer is free.
-        grammar_param: the request's field that an error of the grammar names.
+        grammar: the grammar that the decoder enforces. None if the answer is free.
+        grammar_param: the request's field that errors about the grammar name.
     """
 
     reasoning: Start | None = None
@@ -40,7 +41,7 @@ class AnswerFormat:
         return self.reasoning in ("open", "optional")
 
     def parser(self) -> "AnswerParser | None":
-        """Returns a parser for one choice, or None if everything is text."""
+        """Returns a parser for one choice. None if the whole answer is text."""
         if self.calls is None and not self.thinks:
             return None
         calls = self.calls.new_parser() if self.calls else None
@@ -103,12 +104,14 @@ class AnswerParser:
             return self._thoughts(self.calls.finish())
         parts = self._parse_calls(self.splitter.finish())
         rest = self.calls.finish()
-        if self.format.has_to_call:  # the beginning of a call that was cut off is not text
+        if self.format.has_to_call:  # The rest is a call that was cut off, and not text.
             rest = [part for part in rest if not isinstance(part, Text)]
         return parts + rest
 
     def _thoughts(self, parts: list[Part]) -> list[Part]:
-        """Turns text that only began like a call within the reasoning into reasoning."""
+        """Returns the parts of what looked like a call within the reasoning. If it was no call, its
+        text is reasoning.
+        """
         thoughts: list[Part] = [
             Reasoning(part.text) if isinstance(part, Text) else part for part in parts
         ]

@@ -18,7 +18,7 @@ from services.gateway.answers.schema_place import SchemaPlace
 CLOSER = "</parameter>"
 _BLANKS = r"[ \t\r\n]*"
 _INTEGER = "-?(?:0|[1-9][0-9]*)"
-# Expressions for the types of which any value is valid.
+# Regular expressions of the scalar types, for schemas that allow any value of a type.
 _SCALARS = {
     "null": "null|None",
     "boolean": "true|false|True|False",

@@ -13,7 +13,8 @@ from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
 # Largest number of logprobs for one prompt, alternatives included.
 MAX_PROMPT_LOGPROBS = 1 << 18
-# Logprobs of each token in vLLM's format, by token id. None for the first token, which has none.
+# Logprobs of each token in vLLM's format, by token id. None for the first token, which no token
+# precedes.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 Tops = Iterable[tuple[int, float]]  # token ids and their logprobs
 _BYTES_OF_A_LOGPROB = 256  # memory of a logprob and its token in a response
@@ -46,7 +47,7 @@ class PromptScores:
             most = MAX_PROMPT_LOGPROBS // (wanted + 1)
             raise InvalidRequest(
                 f"with {wanted} alternatives, a prompt may have at most {most} tokens; "
-                f"it has {prompt_tokens}",
+                f"this prompt has {prompt_tokens}",
                 param="prompt_logprobs",
             )
 

@@ -55,12 +55,12 @@ class ReasoningSplitter:
         self.call: str = ""
         self.thinking = start == "open"
         self._undecided = start == "optional"
-        self._strip = start == "open"  # whether the next line breaks are left out
-        self._held: str = ""  # text that may begin a tag
-        # Pieces behind `_held` that decide nothing. They are joined once, because a model may write
-        # nothing else.
+        self._strip = start == "open"  # True if the next line breaks are left out
+        self._held: str = ""  # text that waits, because it may be the beginning of a tag
+        # Pieces of white space that came after `_held`, and do not show whether it is a tag. They
+        # are joined only when other text comes, because a model may write very many of them.
         self._idle: list[str] = []
-        self._idle_characters: str | None = ""  # None stands for all white space
+        self._idle_characters: str | None = ""  # characters of `_idle`; None for all white space
 
     def feed(self, text: str) -> list[Part]:
         """Takes more text, and returns the parts that are certain."""
@@ -76,7 +76,9 @@ class ReasoningSplitter:
         return parts
 
     def _deciding_nothing(self) -> str | None:
-        """Returns characters that decide nothing behind the buffered text; None for white space."""
+        """Returns the characters that can follow `_held` without showing whether it is a tag. None
+        stands for all white space.
+        """
         if not self._held:
             return ""
         held = self._held.rstrip()
@@ -121,14 +123,15 @@ class ReasoningSplitter:
         return self.thinking and bool(self._held.strip("\n"))
 
     def take_call(self) -> str:
-        """Returns the call that begins here with all text behind it, or an empty string."""
+        """Takes the call that has begun, with all text behind it. Empty if there is no call."""
         call, self.call = self.call, ""
         return call
 
     def _end(self, text: str) -> tuple[int, str]:
         """Returns the end of the reasoning and the tag that ends it.
 
-        Without a tag, returns the place where uncertain text begins and an empty string.
+        If there is no tag, returns an empty string, and the place where text begins that may be
+        the beginning of a tag.
         """
         start = 0
         while True:

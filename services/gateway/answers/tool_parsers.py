@@ -54,8 +54,8 @@ class CallParser:
         self._has_grammar = has_grammar
         self._num_calls = 0
         self._buffer: str = ""
-        # Text that is a part of the answer or of nothing, depending on the text that follows. It is
-        # joined only once, since a model may write a very long run of blanks.
+        # White space that is part of the answer if text follows, and is dropped if a call follows.
+        # It is joined only once, because a model may write a very long run of it.
         self._pending: list[str] = []
 
     @property

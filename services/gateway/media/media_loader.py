@@ -21,7 +21,8 @@ from services.gateway.tenancy.slot import Slot
 
 # Most loads of one request at a time.
 MAX_CONCURRENT_LOADS = 8
-# Least share of base64 characters: lines of 64 characters end with two characters that are none.
+# Least share of base64 characters in a data: URL. The rest may be line breaks: two characters after
+# each 64.
 _LEAST_BASE64 = 0.96
 _STANDARD_ALPHABET = bytes.maketrans(b"-_", b"+/")
 # A type may contain commas: browsers record `video/webm;codecs=vp9,opus`.
@@ -56,7 +57,7 @@ class MediaLoader:
             InvalidRequest: the URL is refused or malformed.
             InvalidImage, InvalidVideo: there are more than `max_bytes` bytes.
             MediaFetchFailed: the origin has no such media.
-            Overloaded: running requests hold too much memory.
+            Overloaded: the gateway has no memory left for the bytes.
             Unavailable: the origin cannot be reached now.
         """
         scheme = url[:8].partition(":")[0].lower()

@@ -55,7 +55,7 @@ class VideoSource:
         param: place of the video in the request.
         sampling: number or rate of the frames that are chosen of the video.
         limits: limits on the pixels of the resized frames.
-        taken: times of the frames that stand in place of a file.
+        taken: times of the frames, if the client has sent frames instead of a file.
     """
 
     urls: str | Sequence[str]

@@ -52,7 +52,7 @@ _NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)", re.IGNORECASE)
 
 PUBLIC_PORTS = (80, 443)
 # All refusals have one text, so that they reveal nothing about the network behind the gateway.
-_REFUSED_TEXT = "the URL's host is not served: public hosts alone, on ports 80 and 443"
+_REFUSED_TEXT = "the URL's host is refused: only public hosts on ports 80 and 443 are allowed"
 
 # Networks that are not global by IANA's registries, that belong to a cloud, or whose IPv6 addresses
 # embed an IPv4 address.
@@ -192,7 +192,7 @@ class WebMedia:
         self._allow_private = allow_private
         self._ports = ports
         self._body_start_s = body_start_s
-        # A slow host, or a tenant of slow hosts, leaves connections to other hosts and tenants.
+        # These limits leave connections to others if a host is slow, or all hosts of a tenant.
         self._hosts = _FetchLimit(_MAX_FETCHES_PER_HOST)
         self._tenants = _FetchLimit(_MAX_FETCHES_PER_TENANT)
         self._connections = asyncio.Semaphore(_MAX_CONNECTIONS)
@@ -222,7 +222,7 @@ class WebMedia:
             InvalidRequest: the URL or its host is refused.
             InvalidImage, InvalidVideo: the body is larger than allowed.
             MediaFetchFailed: the origin answers without such media.
-            Overloaded: running requests hold too much memory.
+            Overloaded: the gateway has no memory left for the body.
             Unavailable: the origin cannot be reached now, or not in time.
         """
         try:
@@ -247,10 +247,10 @@ class WebMedia:
     async def dial(
         self, addresses: Sequence[str], port: int
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Opens a connection to that of some checked addresses which answers first.
+        """Opens a connection to the first of some checked addresses that answers.
 
-        An address that does not answer costs little time (RFC 8305), because IPv6 addresses often
-        do not.
+        Further addresses are dialled before the first has failed (RFC 8305), because IPv6 addresses
+        often do not answer.
         """
         infos = [
             (
