@@ -135,8 +135,6 @@ def command_rows(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
         words = ", ".join(action.option_strings)
         shown = f"{words} {value}".strip().replace("|", "\\|").replace("\\\\|", "\\|")
         meaning = (action.help or "").replace("|", "\\|")
-        if action.default not in (None, False) and "default" not in meaning:
-            meaning += f"; default: `{action.default}`"
         yield f"`{shown}`", meaning
 
 
@@ -144,7 +142,7 @@ def commands_page() -> str:
     """docs/cli.md."""
     parts = [f"# Commands\n\n`triptych COMMAND`; `triptych --version`.\n\n{_NOTE}"]
     for name, (parser, text) in commands().items():
-        head = f"## triptych {name}\n\n{text[:1].upper()}{text[1:]}.\n"
+        head = f"## triptych {name}\n\n{parser.description or text}\n"
         rows = [f"| {option} | {meaning} |" for option, meaning in command_rows(parser)]
         table = "\n| argument | meaning |\n|---|---|\n" + "\n".join(rows) + "\n" if rows else ""
         parts.append(head + table)
@@ -247,7 +245,7 @@ def cards_page() -> str:
         "| H100, H200 | `--arch 9.0a` | yes: [figures](../benchmarks/LOG.md) |\n"
         "| B200 | `--arch 10.0a` | compiled in the tests |\n"
         "| RTX PRO 6000, RTX 5090 | `--arch 12.0a` | compiled in the tests (RTX PRO 6000) |\n\n"
-        "`scripts/compile_kernels.py --arch native` compiles ahead for the cards of the machine. "
+        "`triptych compile` compiles the kernels ahead for the cards of the machine. "
         f"{_NOTE}"
     ]
     for title, fp8, fp8_cache in (

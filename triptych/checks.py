@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.common.model_spec import ModelSpec, longest_context
+from services.common.model_spec import ModelSpec, longest_context, undivided_size
 from services.common.process.pod_limits import memory_limit_bytes
 from triptych.checkpoint import Checkpoint, read_checkpoint
 from triptych.devices import Card, Placement, encoder_share
@@ -23,6 +23,7 @@ from triptych.stack import StackError
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Packages that show that an extra of this project is installed.
 _GATEWAY, _ENCODER, _DECODER, _CLI = ("fastapi",), ("PIL",), ("torch", "llguidance"), ("rich",)
+_MAX_RANKS = 16  # the largest number that error messages suggest
 _MAX_NUM_SEQS = 256  # the decoder's default on a GPU
 _SPARE_BYTES = 256 << 20  # other processes' use of a card varies
 
@@ -106,6 +107,18 @@ def check_files(
                 2,
             )
     return None if load_format == "dummy" else read_checkpoint(spec)
+
+
+def check_ranks(spec: ModelSpec, ranks: int) -> None:
+    """Raises StackError if a decoder's GPUs cannot share the model equally."""
+    if size := undivided_size(spec.text, ranks):
+        *most, last = [n for n in range(1, _MAX_RANKS + 1) if not undivided_size(spec.text, n)]
+        possible = f"{', '.join(map(str, most))} or {last}" if most else "1"
+        raise StackError(
+            f"--tensor-parallel {ranks}: the model's {size} cannot be divided among {ranks} GPUs; "
+            f"possible: {possible}",
+            2,
+        )
 
 
 def check_length(spec: ModelSpec, max_model_len: int | None) -> None:

@@ -1,4 +1,4 @@
-"""The `triptych` command with the subcommands serve, ask, chat, key, bench and demo.
+"""The `triptych` command with the subcommands serve, chat, ask, demo, bench, key and compile.
 
 Only the subcommand that runs is imported, so that `ask` does not need the services' packages and
 `--version` is fast. Invalid arguments end in one line and exit status 2.
@@ -6,6 +6,7 @@ Only the subcommand that runs is imported, so that `ask` does not need the servi
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import re
 import signal
@@ -106,17 +107,30 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """Builds the parser of all commands and their options."""
-    parser = _Parser(prog="triptych", description="Serves vision-language and text models.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = _Parser(
+        prog="triptych",
+        description="Serves vision-language and text models behind OpenAI's and Anthropic's APIs.",
+        epilog="triptych COMMAND --help lists the options of a command.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="Print the version and exit.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     _add_serve(commands)
-    _add_ask(commands)
     _add_chat(commands)
+    _add_ask(commands)
+    demo = "Start the demonstration model, ask about sample images and clips, and stop."
+    _command(commands, "demo", demo).set_defaults(run=_demo)
+    commands.add_parser("bench", help="Measure a running server under load.")
     _add_key(commands)
-    commands.add_parser("bench", help="measure a server under load (see: triptych bench --help)")
-    demo = commands.add_parser("demo", help="start the stack and ask about sample images and clips")
-    demo.set_defaults(run=_demo)
+    _add_compile(commands)
     return parser
+
+
+def _command(
+    commands: "argparse._SubParsersAction[_Parser]", name: str, what: str, more: str = ""
+) -> argparse.ArgumentParser:
+    """Adds a command, whose help is a sentence, and more sentences on its own page."""
+    text = f"{what} {more}".strip()
+    return commands.add_parser(name, help=what, description=text, allow_abbrev=False)
 
 
 class _Version(argparse.Action):
@@ -131,19 +145,31 @@ class _Version(argparse.Action):
 
 
 def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    serve = commands.add_parser("serve", help="serve a model on this machine", allow_abbrev=False)
+    what = "Serve a model on this machine until Ctrl-C."
+    more = (
+        "Every service also reads its environment variables (GATEWAY_*, ENCODER_*, DECODER_*). "
+        "Options override them."
+    )
+    serve = _command(commands, "serve", what, more)
     _add_model_options(serve)
     _add_api_options(serve)
     _add_card_options(serve)
     _add_process_options(serve)
     logs = serve.add_argument_group("logs").add_argument
-    least = "lowest level of the services' records that is shown; default: warning"
-    logs("--log-level", choices=_LOG_LEVELS, default="warning", help=least)
-    form = (
-        "json: each line is an object; text: each line begins with its time, except on a terminal"
+    logs(
+        "--log-level",
+        choices=_LOG_LEVELS,
+        default="warning",
+        help="Lowest level of the services' log records that is shown. Defaults to warning.",
     )
-    logs("--log-format", choices=("text", "json"), default="text", help=form)
-    logs("--access-log", action="store_true", help="show a line for each request")
+    logs(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="With json, each line is an object. With text, each line begins with its time, except "
+        "on a terminal. Defaults to text.",
+    )
+    logs("--access-log", action="store_true", help="Show a line for each request.")
     serve.set_defaults(run=_serve)
 
 
@@ -152,146 +178,289 @@ def _add_model_options(serve: argparse.ArgumentParser) -> None:
     model = group.add_argument
     once = group.add_mutually_exclusive_group().add_argument
     kind = "ORG/NAME|DIR"
-    what = (
-        "name of a model on the Hugging Face hub, or a checkpoint directory; default: the "
-        "demonstration model"
+    once(
+        "model",
+        nargs="?",
+        type=Path,
+        metavar=kind,
+        help="Name of a model on the Hugging Face hub, such as Qwen/Qwen3-VL-8B-Instruct, or "
+        "directory of a checkpoint. Defaults to the demonstration model.",
     )
-    once("model", nargs="?", type=Path, metavar=kind, help=what)
-    once("--model", dest="model_option", type=Path, metavar=kind, help="the same")
-    model("--revision", help="branch, tag or commit of a model on the hub; pin a commit")
-    name = (
-        "names of the model in requests, of which answers have the first; default: its name on the "
-        "hub, or the directory's"
+    once(
+        "--model",
+        dest="model_option",
+        type=Path,
+        metavar=kind,
+        help="The model, as an option instead of an argument.",
     )
-    model("--served-model-name", dest="served_names", nargs="+", metavar="NAME", help=name)
-    template = "file with a chat template (Jinja) to use instead of the checkpoint's"
-    model("--chat-template", type=Path, metavar="FILE", help=template)
-    kwargs = (
-        "template variables for requests that do not set them, for instance "
-        "'{\"enable_thinking\": false}'"
+    model(
+        "--revision",
+        help="Branch, tag or commit of a model on the hub. A commit never changes. Defaults to the "
+        "hub's default branch.",
     )
-    option = "--default-chat-template-kwargs"
-    model(option, dest="template_defaults", metavar="JSON", help=kwargs)
-    generation = (
-        "entries that replace those of the checkpoint's generation_config.json, for instance "
-        "'{\"temperature\": 0.2}'"
+    model(
+        "--served-model-name",
+        dest="served_names",
+        nargs="+",
+        metavar="NAME",
+        help="Names of the model in requests. Answers have the first name. Defaults to the name on "
+        "the hub, or to the directory's name.",
     )
-    model("--override-generation-config", dest="generation", metavar="JSON", help=generation)
-    dtypes = ("auto", "float32", "bfloat16", "float16")
-    dtype = "data type of weights and caches; auto: bfloat16 on a GPU, float32 on a CPU"
-    model("--dtype", choices=dtypes, help=dtype)
-    model("--load-format", choices=("auto", "dummy"), help="dummy: use random weights")
-    model("--quantization", choices=("fp8",), help="quantize weights while they are read")
-    bits = (
-        "data type of the KV cache; fp8: 8 bits, which doubles the context; auto: that of the "
-        "checkpoint's quantization, or else --dtype"
+    model(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="Data type of weights and caches. auto is bfloat16 on a GPU and float32 on a CPU. "
+        "Defaults to auto.",
     )
-    model("--kv-cache-dtype", choices=("auto", "fp8", "fp8_e4m3"), help=bits)
+    model(
+        "--quantization",
+        choices=("fp8",),
+        help="Quantize the weights to FP8 while they are read. Defaults to the weights as stored.",
+    )
+    model(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8", "fp8_e4m3"),
+        help="Data type of the KV cache. fp8 takes half the memory, which doubles the context. "
+        "auto follows the checkpoint's quantization, or else --dtype. Defaults to auto.",
+    )
+    model(
+        "--load-format",
+        choices=("auto", "dummy"),
+        help="dummy uses random weights, so that no weights are downloaded or read. Defaults to "
+        "auto, which reads the checkpoint's.",
+    )
+    _add_default_options(group)
+
+
+def _add_default_options(group: argparse._ArgumentGroup) -> None:
+    """Adds the options that replace what a checkpoint says about prompts and sampling."""
+    model = group.add_argument
+    model(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="File with a chat template (Jinja) to use instead of the checkpoint's.",
+    )
+    model(
+        "--default-chat-template-kwargs",
+        dest="template_defaults",
+        metavar="JSON",
+        help="Template variables for requests that do not set them, for instance "
+        "'{\"enable_thinking\": false}'.",
+    )
+    model(
+        "--override-generation-config",
+        dest="generation",
+        metavar="JSON",
+        help="Entries that replace those of the checkpoint's generation_config.json, for instance "
+        "'{\"temperature\": 0.2}'.",
+    )
 
 
 def _add_api_options(serve: argparse.ArgumentParser) -> None:
     api = serve.add_argument_group("API").add_argument
-    api("--host", help=f"address of the API; default: {LOOPBACK}")
-    api("--port", type=_port, help=f"port of the API; default: {DEFAULT_PORT}; 0: any free port")
-    key = "API key that requests must have; all users of this machine can see it"
-    api("--api-key", metavar="KEY", help=key)
-    prometheus = f"address of the metrics endpoint; default: {LOOPBACK}"
-    api("--metrics-host", default=LOOPBACK, metavar="ADDRESS", help=prometheus)
-    port = (
-        "port of the metrics endpoint, which has the metrics of all processes; default: any free "
-        "port, which is printed"
+    api(
+        "--host",
+        help="Address on which the API listens. 0.0.0.0 serves other machines, too, and needs an "
+        f"API key. Defaults to {LOOPBACK}.",
     )
-    api("--metrics-port", type=_port, default=0, metavar="PORT", help=port)
+    api(
+        "--port",
+        type=_port,
+        help=f"Port of the API. 0 takes any free port. Defaults to {DEFAULT_PORT}.",
+    )
+    api(
+        "--api-key",
+        metavar="KEY",
+        help="API key that requests must have. All users of this machine can see it; the variable "
+        "GATEWAY_API_KEYS hides it.",
+    )
+    api(
+        "--metrics-host",
+        default=LOOPBACK,
+        metavar="ADDRESS",
+        help=f"Address on which the metrics are served. Defaults to {LOOPBACK}.",
+    )
+    api(
+        "--metrics-port",
+        type=_port,
+        default=0,
+        metavar="PORT",
+        help="Port on which the metrics of all processes are served. Defaults to any free port, "
+        "which is printed.",
+    )
 
 
 def _add_card_options(serve: argparse.ArgumentParser) -> None:
-    cards = serve.add_argument_group("cards and memory").add_argument
-    device = "cuda: all visible cards; cuda:N: one card; cpu; auto: all cards, or else the CPU"
-    cards("--device", type=_device, default="auto", help=device)
-    encoders = "device of the encoders, instead of --device"
-    cards("--encoder-device", type=_device, metavar="DEVICE", help=encoders)
-    decoders = "device of the decoders, instead of --device"
-    cards("--decoder-device", type=_device, metavar="DEVICE", help=decoders)
-    ranks = "number of cards of each decoder, which share the model; default: 1"
-    names = ("--tensor-parallel", "--tensor-parallel-size", "-tp")
-    cards(*names, type=_count, metavar="N", help=ranks)
-    layout = (
-        "both: an encoder and a decoder on each card; split: E cards of encoders and D cards of "
-        "decoders; auto: chosen by the share of encoding in the work, which is printed"
+    cards = serve.add_argument_group("GPUs and memory").add_argument
+    cards(
+        "--device",
+        type=_device,
+        default="auto",
+        help="Device of the model: cuda (all visible GPUs), cuda:N (one GPU), cpu, or auto (all "
+        "GPUs if there are any, or else the CPU). Defaults to auto.",
     )
-    cards("--layout", default="auto", metavar="both|split:E+D|auto", help=layout)
-    share = f"share of each card's memory to use; default: {CARD_SHARE:g}"
+    cards(
+        "--tensor-parallel",
+        "--tensor-parallel-size",
+        "-tp",
+        type=_count,
+        metavar="N",
+        help="Number of GPUs that share the model of each decoder. Defaults to 1.",
+    )
     cards(
         "--gpu-memory-utilization",
         dest="memory_share",
         type=_share,
         default=CARD_SHARE,
         metavar="SHARE",
-        help=share,
+        help=f"Share of each GPU's memory to use, from 0.05 to 1. Defaults to {CARD_SHARE:g}.",
     )
-    length = (
-        "largest number of tokens of a prompt and its answer; default: the model's limit, or less "
-        "if the memory allows less"
+    cards(
+        "--max-model-len",
+        type=_length,
+        metavar="N",
+        help="Largest number of tokens of a prompt and its answer together. Defaults to the "
+        "model's limit, or to less if the memory allows less.",
     )
-    cards("--max-model-len", type=_length, metavar="N", help=length)
-    running = "largest number of running sequences; default: 256 on a GPU, 64 on a CPU"
-    cards("--max-num-seqs", type=_running, metavar="N", help=running)
+    cards(
+        "--max-num-seqs",
+        type=_running,
+        metavar="N",
+        help="Largest number of sequences that a decoder runs at a time. Defaults to 256 on a GPU "
+        "and 64 on a CPU.",
+    )
+    cards(
+        "--layout",
+        default="auto",
+        metavar="both|split:E+D|auto",
+        help="What the GPUs do. both puts an encoder and a decoder on each GPU. split gives E GPUs "
+        "to encoders and D GPUs to decoders. auto chooses by the share of encoding in the work, "
+        "and prints the choice. Defaults to auto.",
+    )
+    cards(
+        "--encoder-device",
+        type=_device,
+        metavar="DEVICE",
+        help="Device of the encoders. Defaults to --device.",
+    )
+    cards(
+        "--decoder-device",
+        type=_device,
+        metavar="DEVICE",
+        help="Device of the decoders. Defaults to --device.",
+    )
 
 
 def _add_process_options(serve: argparse.ArgumentParser) -> None:
     processes = serve.add_argument_group("processes").add_argument
-    decoders = "number of decoders; default: by --layout"
-    processes("--decoders", type=_count, metavar="N", help=decoders)
-    encoders = "number of encoders; default: by --layout, or 0 for a text model"
-    processes("--encoders", type=_count, metavar="N", help=encoders)
-    gateways = "number of gateways; default: one per four cores, at most 4"
-    processes("--gateways", type=_count, metavar="N", help=gateways)
-    redis = "Redis to use instead of starting one; a URL without a password"
-    processes("--redis-url", metavar="URL", help=redis)
-    links = (
-        "connections between the services; unix: sockets in a private directory; tcp: ports on "
-        "loopback; default: unix"
+    processes(
+        "--encoders",
+        type=_count,
+        metavar="N",
+        help="Number of encoders. Defaults to the number that --layout gives. A text model has no "
+        "encoder.",
     )
-    processes("--grpc", choices=("unix", "tcp"), default="unix", help=links)
+    processes(
+        "--decoders",
+        type=_count,
+        metavar="N",
+        help="Number of decoders. Defaults to the number that --layout gives.",
+    )
+    processes(
+        "--gateways",
+        type=_count,
+        metavar="N",
+        help="Number of gateways. Defaults to one per four cores, at most 4.",
+    )
+    processes(
+        "--redis-url",
+        metavar="URL",
+        help="URL, without a password, of a Redis to use. Defaults to a private Redis, which is "
+        "started if redis-server is installed.",
+    )
+    processes(
+        "--grpc",
+        choices=("unix", "tcp"),
+        default="unix",
+        help="Connections between the services: Unix sockets in a private directory, or TCP on "
+        "loopback. Defaults to unix.",
+    )
 
 
 def _add_server(command: argparse.ArgumentParser) -> None:
     default = f"http://{LOOPBACK}:{DEFAULT_PORT}"
-    url = f"URL of the server, with or without /v1; default: {default}"
-    command.add_argument("--url", default=default, help=url)
-    key = "API key; default: OPENAI_API_KEY of the environment"
-    command.add_argument("--api-key", metavar="KEY", help=key)
-    model = "name of the model; default: the first that the server lists"
-    command.add_argument("--model", metavar="NAME", help=model)
-    tokens = "largest number of tokens of an answer"
-    command.add_argument("--max-tokens", type=_positive, metavar="N", help=tokens)
+    option = command.add_argument
+    option(
+        "--url",
+        default=default,
+        help=f"URL of the server, with or without /v1. Defaults to {default}.",
+    )
+    option(
+        "--api-key",
+        metavar="KEY",
+        help="API key of the server. Defaults to the variable OPENAI_API_KEY.",
+    )
+    option(
+        "--model",
+        metavar="NAME",
+        help="Name of the model to ask. Defaults to the first that the server lists.",
+    )
+    option(
+        "--max-tokens",
+        type=_positive,
+        metavar="N",
+        help="Largest number of tokens of an answer. Defaults to the server's limit.",
+    )
 
 
 def _add_ask(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    what = "ask a running server a question, with or without images and clips"
-    ask = commands.add_parser("ask", help=what)
-    words = "images and clips (files or http(s) URLs) and one question, in any order"
-    ask.add_argument("words", nargs="+", metavar="IMAGE|QUESTION", help=words)
+    what = "Ask a running server one question, with or without images and clips."
+    ask = _command(commands, "ask", what)
+    ask.add_argument(
+        "words",
+        nargs="+",
+        metavar="IMAGE|QUESTION",
+        help="Images and clips (files or URLs) and one question, in any order.",
+    )
     _add_server(ask)
     ask.set_defaults(run=_ask)
 
 
 def _add_chat(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    what = "chat with a running server; images and clips are given by path"
-    chat = commands.add_parser("chat", help=what)
-    chat.add_argument("--system", metavar="TEXT", help="system message")
+    what = "Chat with a running server in the terminal."
+    chat = _command(commands, "chat", what, "Images and clips are sent by writing their paths.")
+    system = "System message, which is sent at the start of the conversation."
+    chat.add_argument("--system", metavar="TEXT", help=system)
     _add_server(chat)
     chat.set_defaults(run=_chat)
 
 
 def _add_key(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    key = commands.add_parser("key", help="make an API key and its entry in the key file")
-    key.add_argument("tenant", help="tenant that the key belongs to")
-    key_id = "name of the key; default: the tenant's name and the date"
+    key = _command(commands, "key", "Make an API key and its entry in the key file.")
+    key.add_argument("tenant", help="Tenant to which the key belongs.")
+    key_id = "Name of the key in logs. Defaults to the tenant's name and the date."
     key.add_argument("--id", default=None, help=key_id)
-    file = "key file to add the entry to; default: print the entry"
+    file = "Key file to which the entry is added. Defaults to none: the entry is printed."
     key.add_argument("--file", type=Path, metavar="KEYS.JSON", help=file)
     key.set_defaults(run=_key)
+
+
+def _add_compile(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    what = "Compile the decoder's attention kernels for GPUs before the first start."
+    more = (
+        "It takes minutes, which otherwise the first start takes, and needs a C++ compiler and the "
+        "extra `cuda`."
+    )
+    kernels = _command(commands, "compile", what, more)
+    kernels.add_argument(
+        "--arch",
+        default="native",
+        metavar="LIST",
+        help="Architectures to compile for, such as 8.9,9.0a, or native for the GPUs of this "
+        "machine. Defaults to native.",
+    )
+    kernels.set_defaults(run=_compile)
 
 
 def _within(convert: Callable[[str], float], low: float, high: float) -> Callable[[str], float]:
@@ -374,3 +543,13 @@ def _demo(_: argparse.Namespace) -> int:
     with _needs("all"):
         from triptych.demo import demo
     return demo()
+
+
+def _compile(options: argparse.Namespace) -> int:
+    from triptych.compile_kernels import compile_for
+
+    with _needs("cuda"):
+        for name in ("torch", "flashinfer"):  # imported later, with settings in the environment
+            if importlib.util.find_spec(name) is None:
+                raise ModuleNotFoundError(name=name)
+    return compile_for(options.arch)

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 _ACCESS_LOGGER = "services.gateway.http.middleware"
 _READY = "runner is ready"
+_STARTING = "importing Python packages"
 # Seconds between two lines about the same stage if the output is not a terminal.
 _PERIOD_S = 5.0
 # Fields of every record that a line does not repeat.
@@ -77,6 +78,18 @@ class Console:
         """Prints a message of the `triptych` command itself."""
         with self._lock:
             self._view.report(line)
+
+    def started(self, child: str) -> None:
+        """Shows that a process runs, though it says nothing before it has imported its packages."""
+        if child in self._levels:
+            with self._lock:
+                self._view.stage(child, _starting())
+
+    def child_ready(self, child: str, seconds: float) -> None:
+        """Shows that a process is ready, and after how many seconds."""
+        with self._lock:
+            self._view.end_stages(child)
+            self._view.report(f"{child} ready after {seconds:.1f} s")
 
     def ready(self) -> None:
         """Closes the progress bars, because all processes have started."""
@@ -140,6 +153,12 @@ def _text(child: str, record: Mapping[str, Any]) -> str:
     return f"{text}\n{record['exception']}" if "exception" in record else text
 
 
+def _starting() -> dict[str, Any]:
+    """Makes the first record of progress of a process, which the process itself does not write."""
+    record = {"time": _now(), "level": "info", "service": "triptych", "logger": "triptych.console"}
+    return record | {"message": _STARTING, "stage": _STARTING}
+
+
 def _now() -> str:
     """Returns the time in UTC with milliseconds, as records have it."""
     now = time.time()
@@ -175,6 +194,10 @@ class Lines:
         if not _is_due(self._last, child, stage):
             return
         self.report(f"{child}: {stage}{f', {done} of {total}' if total else ''}")
+
+    def end_stages(self, child: str) -> None:
+        """Ends the report of a child's progress."""
+        self._last.pop(child, None)
 
     def close(self) -> None:
         """Ends the report of progress."""
@@ -213,6 +236,10 @@ class JsonLines:
         """Shows the progress of a child that starts."""
         if _is_due(self._last, child, _progress(record)[0]):
             self.record(child, record)
+
+    def end_stages(self, child: str) -> None:
+        """Ends the report of a child's progress."""
+        self._last.pop(child, None)
 
     def close(self) -> None:
         """Ends the report of progress."""
@@ -290,6 +317,11 @@ class TerminalBars:
                 self._tasks[child] = self._progress.add_task(stage, child=child)
             task = self._tasks[child]
             self._progress.update(task, description=stage, completed=done, total=total or None)
+
+    def end_stages(self, child: str) -> None:
+        """Removes a child's bar."""
+        if (task := self._tasks.pop(child, None)) is not None:
+            self._progress.remove_task(task)
 
     def _print(self, text: str) -> None:
         if self._is_open:

@@ -6,10 +6,14 @@
 import os
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from triptych.stack import StackError
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_URL = re.compile(
+    r"(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)/+([\w.-]+/[\w.-]+).*", re.ASCII
+)
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 # Copies of the weights in other formats: in subfolders, and Mistral's files beside the others.
 _IGNORED = ["*/*", "consolidated*.safetensors"]
@@ -24,11 +28,13 @@ def resolve_model(model: Path, revision: str | None = None) -> tuple[Path, str |
         StackError: the model cannot be downloaded. The message has the reason in one line.
     """
     name = str(model)
-    if os.path.exists(model) or not _NAME.fullmatch(name):
+    if os.path.isdir(model):
         if revision is not None:
             raise StackError("--revision needs a model of the hub, not a directory", 2)
         return model, None
-    from huggingface_hub import snapshot_download
+    if not _NAME.fullmatch(name) or os.path.exists(model) or name.lower().endswith(".gguf"):
+        raise StackError(_no_model(name), 2)
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -37,33 +43,63 @@ def resolve_model(model: Path, revision: str | None = None) -> tuple[Path, str |
         RevisionNotFoundError,
     )
 
-    where = f"{name} is not a directory, and the model on the Hugging Face hub"
     try:
         found = snapshot_download(
             name, revision=revision, allow_patterns=_FILES, ignore_patterns=_IGNORED
         )
     except GatedRepoError:
-        cause = "requires that you accept its licence there and set a token (HF_TOKEN)"
-    except RepositoryNotFoundError:
-        cause = "is refused: it does not exist, or the token (HF_TOKEN) may not read it"
-    except RevisionNotFoundError:
-        cause = f"has no revision {revision}"
-    except LocalEntryNotFoundError:
         cause = (
-            "cannot be downloaded: it is not in the cache, and the hub is disabled "
-            "(HF_HUB_OFFLINE) or unreachable"
+            f"its licence must be accepted first: accept it at {constants.ENDPOINT}/{name}, and "
+            "export a token of that account as HF_TOKEN"
         )
+    except RepositoryNotFoundError:
+        cause = (
+            f"{_hub()} has no such model, or it is private and HF_TOKEN does not open it; nor is "
+            "there such a directory here"
+        )
+    except RevisionNotFoundError:
+        cause = f"it has no revision {revision}"
+    except LocalEntryNotFoundError:
+        is_off = constants.HF_HUB_OFFLINE
+        why = "HF_HUB_OFFLINE is set" if is_off else f"there is no connection to {_hub()}"
+        cause = f"{why}, and the model is not in the local cache ({constants.HF_HUB_CACHE})"
     except HfHubHTTPError as error:
         status = error.response.status_code
-        refused = "the token (HF_TOKEN) is refused" if status in (401, 403) else "try again"
-        cause = f"cannot be downloaded: status {status}, {refused}"
+        what = "refuses the token (HF_TOKEN)" if status in (401, 403) else "failed, try again later"
+        cause = f"{_hub()} {what} (status {status})"
     except OSError as error:
-        cause = f"cannot be downloaded: {error}"
+        cause = str(error)
     except Exception as error:  # raised by the HTTP library
         cause = (
-            f"was not downloaded completely ({type(error).__name__}): try again, complete files "
-            "are not downloaded again"
+            f"the download broke off ({type(error).__name__}): try again, complete files are not "
+            "downloaded again"
         )
     else:
         return Path(found), name
-    raise StackError(f"{where} {cause}", 2)
+    raise StackError(f"cannot download {name}: {cause}", 2)
+
+
+def _hub() -> str:
+    """Host name of the hub."""
+    from huggingface_hub import constants
+
+    return urlsplit(constants.ENDPOINT).netloc
+
+
+def _no_model(given: str) -> str:
+    """Returns why something is neither a directory nor the name of a model on the hub."""
+    if given.lower().endswith(".gguf"):
+        return (
+            f"{given} is a GGUF file, which is not served: serve the model in safetensors, by its "
+            "name on the hub or its directory (FP8, AWQ, GPTQ and NVFP4 are served)"
+        )
+    if url := _URL.fullmatch(given):
+        return f"models on the hub are served by their names: triptych serve {url[1]}"
+    if os.path.exists(given):
+        return f"{given} is a file: give the directory of the checkpoint"
+    if "/" not in given:
+        return (
+            f"there is no directory {given} here, and the name of a model on the hub begins with "
+            "its organisation: ORG/NAME, such as Qwen/Qwen3-VL-8B-Instruct"
+        )
+    return f"no model at {given}: there is no such directory"

@@ -147,6 +147,7 @@ def prepare(
     quantization = options.quantization or environment.get("DECODER_QUANTIZATION", "")
     spec = read_model(options.model, quantization)
     checks.check_installed(images=spec.vision is not None)
+    checks.check_ranks(spec, ranks_of(options, environment))
     gpus = count_gpus(environment)
     devices = devices_of(options, environment)
     wanted = devices if spec.vision is not None else devices[1:]

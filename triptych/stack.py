@@ -43,6 +43,11 @@ class Quiet:
     def report(self, line: str) -> None:
         self._report(line)
 
+    def started(self, child: str) -> None: ...
+
+    def child_ready(self, child: str, seconds: float) -> None:
+        self._report(f"{child} ready after {seconds:.1f} s")
+
     def output(self, child: str, line: str) -> None:
         self._last.setdefault(child, deque(maxlen=_NUM_LAST_LINES)).append(line)
 
@@ -138,6 +143,7 @@ class Stack:
         """
         for spec in specs:
             self._children.append(_spawn(spec, self._observer))
+            self._observer.started(spec.name)
         deadline = time.monotonic() + timeout_s
         waiters = [
             asyncio.create_task(self._wait_ready(child, deadline)) for child in self._children
@@ -205,8 +211,7 @@ class Stack:
                 cause = self._observer.cause(child.spec.name)
                 raise StackError(f"{child.spec.name} was not ready in time{_colon(cause)}")
             await asyncio.sleep(_READY_POLL_S)
-        seconds = time.monotonic() - child.started
-        self._observer.report(f"{child.spec.name} ready after {seconds:.1f} s")
+        self._observer.child_ready(child.spec.name, time.monotonic() - child.started)
 
     def _raise_if_ended(self, *, starting: bool) -> None:
         for child in self._children:

@@ -477,6 +477,28 @@ def longest_context(text: TextSpec, wanted: int | None) -> int:
     return length
 
 
+def undivided_size(text: TextSpec, num_ranks: int) -> str:
+    """Returns the first size of a model that ranks cannot share equally, such as "14 attention
+    heads". Empty if they can share the model. Ranks may hold copies of a key-value head.
+    """
+    sizes = [
+        (text.num_heads, "attention heads"),
+        (text.num_kv_heads, "key-value heads"),
+        (text.intermediate_size, "columns of an MLP"),
+        (text.vocab_size, "tokens of the vocabulary"),
+    ]
+    if text.moe is not None:
+        sizes.append((text.moe.intermediate_size, "columns of an expert"))
+        sizes.append((text.moe.shared_intermediate_size, "columns of the shared expert"))
+    if text.linear_attention is not None:
+        sizes.append((text.linear_attention.num_key_heads, "key heads of linear attention"))
+    for size, name in sizes:
+        is_copied = name == "key-value heads" and size < num_ranks and num_ranks % size == 0
+        if size % num_ranks and not is_copied:
+            return f"{size} {name}"
+    return ""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object of a checkpoint directory.
 

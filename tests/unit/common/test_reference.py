@@ -37,7 +37,7 @@ def test_every_option_has_a_meaning():
 
 def test_options_of_the_documents_exist():
     """Whatever a page tells people to type is understood."""
-    known = {"--gpus", "--shm-size", "--build-arg", "--arch"}  # docker's, compile_kernels.py's
+    known = {"--gpus", "--shm-size", "--build-arg"}  # docker's
     for parser, _ in reference.commands().values():
         known |= set(re.findall(r"--[a-z][\w-]*", parser.format_help()))
     found = 0

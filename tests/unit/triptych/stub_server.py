@@ -57,7 +57,7 @@ class StubServer:
         if path == "/v1/models":
             return json.dumps({"data": [{"id": "stub"}]})
         num_encoded = len(self.images()) if self.caches else sum(map(len, self.per_request()))
-        return f"# HELP x\nencoder_images_encoded_total {num_encoded}.0\n"
+        return f"# HELP x\ntriptych_encoder_images_encoded_total {num_encoded}.0\n"
 
     def per_request(self) -> list[list[str]]:
         """The URLs of images and clips of each request."""

@@ -243,3 +243,21 @@ def test_the_first_line_has_what_differs_from_the_defaults_but_no_secret() -> No
     for hidden in ("sk-1", "sk-2", "secret", "hidden", "HOME"):
         assert hidden not in line
     assert serve.configuration(ServeOptions(), {}).endswith("all options are the defaults")
+
+
+def test_a_process_is_shown_before_it_says_anything() -> None:
+    stream = io.StringIO()
+    console = Console({"decoder-0": "WARNING"}, view=make_view("text", stream))
+    console.started("redis")  # is ready at once
+    console.started("decoder-0")
+    console.child_ready("decoder-0", 3.21)
+    assert without_times(stream.getvalue()) == [
+        "triptych: decoder-0: importing Python packages",
+        "triptych: decoder-0 ready after 3.2 s",
+    ]
+    stream = io.StringIO()
+    console = Console({"decoder-0": "WARNING"}, view=make_view("json", stream))
+    console.started("decoder-0")
+    entry = json.loads(stream.getvalue())
+    assert (entry["process"], entry["stage"]) == ("decoder-0", "importing Python packages")
+    assert {"time", "level", "service", "message"} <= entry.keys()

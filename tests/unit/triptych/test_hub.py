@@ -144,7 +144,21 @@ def test_a_revision_is_served_or_refused(hub: _Hub, tmp_path: Path) -> None:
 
 
 def test_offline_without_a_cache_is_a_line(hub: _Hub, tmp_path: Path) -> None:
-    assert "not in the cache" in resolve(hub, tmp_path, HF_HUB_OFFLINE="1")
+    line = resolve(hub, tmp_path, HF_HUB_OFFLINE="1")
+    assert "cannot download org/tiny: HF_HUB_OFFLINE is set, and the model is not in the" in line
+
+
+def test_a_hub_that_is_not_reached_is_named(hub: _Hub, tmp_path: Path) -> None:
+    hub.server_close()
+    host = f"127.0.0.1:{hub.server_address[1]}"
+    line = resolve(hub, tmp_path)
+    assert f"cannot download org/tiny: there is no connection to {host}, and the model is" in line
+
+
+def test_a_model_that_the_hub_does_not_have_is_a_line(hub: _Hub, tmp_path: Path) -> None:
+    hub.token = "right"
+    line = resolve(hub, tmp_path)
+    assert "cannot download org/tiny: " in line and "HF_TOKEN" in line
 
 
 def test_a_refused_token_is_a_line(hub: _Hub, tmp_path: Path) -> None:
@@ -155,7 +169,7 @@ def test_a_refused_token_is_a_line(hub: _Hub, tmp_path: Path) -> None:
 
 def test_after_a_broken_transfer_whole_files_are_kept(hub: _Hub, tmp_path: Path) -> None:
     hub.num_cuts = 100
-    assert "was not downloaded completely" in resolve(hub, tmp_path)
+    assert "the download broke off" in resolve(hub, tmp_path)
     hub.num_cuts = 0
     hub.gets.clear()
     directory = resolve(hub, tmp_path).split()[0]

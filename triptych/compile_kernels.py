@@ -1,9 +1,10 @@
-"""Compiles flashinfer's bfloat16 kernels that the decoder uses, into its package.
+"""Compiles flashinfer's kernels that the decoder uses, into its package: `triptych compile`.
 
-`--arch native` compiles for the cards of this machine, `--arch 8.9,9.0a` for those named. Without
-this flashinfer compiles them at the first start, which needs CUDA's compiler where the services
-run, and minutes. No GPU is needed for a list, but a C++ compiler, and CUDA's: from pip (the extra
-`kernels`), which is taken where it is installed, or from where flashinfer finds it.
+`--arch native` compiles for the GPUs of this machine, `--arch 8.9,9.0a` for named architectures.
+Without this command, flashinfer compiles the kernels at the first start, which takes minutes and
+needs CUDA's compiler where the services run. A list of architectures needs no GPU, but a C++
+compiler and CUDA's: the one from pip (the extra `kernels`) if it is installed, or else the one that
+flashinfer finds. Images run this file alone, before the rest of the project is there.
 """
 
 import argparse
@@ -18,11 +19,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_HEAD_DIM = 128  # of Qwen3-VL's language models
+_COMMAND = "triptych compile"
+_HEAD_DIM = 128  # head size of Qwen3-VL's language models
 
 
 def pip_toolkit(into: Path) -> Path | None:
-    """CUDA's compiler from pip in the layout of an installed toolkit; None: it is not there."""
+    """Arranges CUDA's compiler from pip in the layout of an installed toolkit.
+
+    Returns:
+        The toolkit's directory. None if pip has not installed the compiler.
+    """
     package = importlib.util.find_spec("nvidia")
     places = package.submodule_search_locations if package else None
     roots = [Path(place) / "cu13" for place in places or ()]
@@ -37,7 +43,7 @@ def pip_toolkit(into: Path) -> Path | None:
     for path in (found / "lib").glob("*.so.*"):
         (libraries / path.name).symlink_to(path)
         (libraries / f"{path.name.partition('.so.')[0]}.so").symlink_to(path)
-    # The driver's library is there where a GPU is: an empty one of its name will do for linking.
+    # Only machines with a GPU have the driver's library. An empty one is enough for linking.
     empty = into / "empty.c"
     empty.touch()
     stub = ["-shared", "-Wl,-soname,libcuda.so.1", "-o", str(libraries / "libcuda.so"), str(empty)]
@@ -46,32 +52,38 @@ def pip_toolkit(into: Path) -> Path | None:
 
 
 def architectures(text: str, native: Callable[[], str]) -> list[str]:
-    """The architectures of `--arch`: a list with commas or blanks, or `native`.
+    """Reads the value of `--arch`: `native`, or names with commas or blanks between them.
 
-    From Hopper on, the kernels use what one architecture alone has, whose name ends in `a`.
+    From Hopper on, the kernels use instructions that only one architecture has. The name of such an
+    architecture ends in `a`.
 
     Args:
-        text: as given.
-        native: what nvidia-smi says of the cards here, such as `9.0` in a line each.
+        text: value of the option.
+        native: returns the compute capabilities of the machine's GPUs, such as `9.0`, a line each.
 
     Raises:
-        SystemExit: a name is none, or no card is found.
+        SystemExit: a name is not an architecture, or the machine has no GPU.
     """
     is_native = text.strip() == "native"
     found = (native() if is_native else text).replace(",", " ").split()
     if not found:
-        raise SystemExit("--arch native: nvidia-smi finds no card here; name one, such as 9.0a")
+        raise SystemExit(
+            f"{_COMMAND}: --arch native: nvidia-smi finds no GPU here; name an architecture, such "
+            "as --arch 9.0a"
+        )
     names: list[str] = []
     for name in found:
         if not re.fullmatch(r"\d+\.\d[a-f]?", name):
-            raise SystemExit(f"--arch: {name} is no architecture; 8.0, 8.9, 9.0a and 10.0a are")
+            raise SystemExit(
+                f"{_COMMAND}: --arch: {name} is not an architecture, such as 8.9, 9.0a or 10.0a"
+            )
         is_plain = name[-1].isdigit()
         names.append(f"{name}a" if is_plain and int(name.partition(".")[0]) >= 9 else name)
     return sorted(set(names), key=lambda name: float(name.rstrip("abcdef")))
 
 
 def native_architectures() -> str:
-    """Compute capabilities of the cards of this machine, a line each; empty: there is none."""
+    """Returns the compute capabilities of the machine's GPUs, a line each. Empty without a GPU."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -80,12 +92,15 @@ def native_architectures() -> str:
 
 
 def compile_all(names: list[str]) -> None:
-    """Compiles what is not there yet; flashinfer reads its settings when it is imported."""
-    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(names)  # noqa: TID251 - of flashinfer
+    """Compiles the kernels that are not there yet, for some architectures.
+
+    flashinfer reads its settings from the environment when it is imported.
+    """
+    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(names)
     import torch
 
     if torch.version.cuda is None:
-        raise SystemExit("torch is built for the CPU here: install its build for CUDA first")
+        raise SystemExit(f"{_COMMAND}: torch is built for CPUs here: install its build for CUDA")
     from flashinfer.jit import (  # pyright: ignore[reportMissingImports]
         env,
         gen_batch_decode_module,
@@ -112,21 +127,21 @@ def compile_all(names: list[str]) -> None:
         print(f"    {time.monotonic() - start:.0f} s", flush=True)
 
 
-def main() -> int:
-    """Reads the arguments."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--arch", required=True, help="native, or a list such as 8.9,9.0a")
-    names = architectures(parser.parse_args().arch, native_architectures)
+def compile_for(arch: str) -> int:
+    """Compiles the kernels for the value of `--arch` and returns the exit status."""
+    names = architectures(arch, native_architectures)
     print(f"for {', '.join(names)}", flush=True)
     # ninja may lie beside this Python, in an environment that is not activated.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # noqa: TID251
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with tempfile.TemporaryDirectory(prefix="triptych-cuda-") as directory:
         home = pip_toolkit(Path(directory))
         if home is not None:
-            os.environ["CUDA_HOME"] = str(home)  # noqa: TID251 - a setting of flashinfer's
+            os.environ["CUDA_HOME"] = str(home)
         compile_all(names)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--arch", default="native", help="native, or a list such as 8.9,9.0a")
+    sys.exit(compile_for(parser.parse_args().arch))
