@@ -19,6 +19,8 @@ from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import FakeRunner, add_message, expected_tokens
 
 _IMAGE_TOKENS = 6
+# Lengths of prompts that fill their last block, so that equal prompts are found whole.
+_WHOLE_BLOCKS = (8, 16, 24, 40)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +83,8 @@ class Arrival:
 def programs(seeds: int, shared: int, own: int, last: int) -> st.SearchStrategy[list[Arrival]]:
     """Programs of 1 to 14 sequences.
 
-    What keeps sequences from sharing their beginnings, resets of the prefix cache and logprobs of
-    prompts, is rarer than the rest.
+    What keeps sequences from sharing their beginnings or from running side by side for long is
+    rarer than the rest: resets of the prefix cache, logprobs of prompts, and stop tokens.
 
     Args:
         seeds: number of different beginnings of prompts.
@@ -93,12 +95,12 @@ def programs(seeds: int, shared: int, own: int, last: int) -> st.SearchStrategy[
     arrival = st.builds(
         Arrival,
         seed=st.integers(0, seeds - 1),
-        shared=st.integers(0, shared),
+        shared=st.integers(0, shared) | st.sampled_from(_WHOLE_BLOCKS),
         own=st.integers(0, own),
         image=st.none() | st.tuples(st.sampled_from(KEYS), st.integers(0, shared)),
         image_delay=st.integers(0, 12),
         max_tokens=st.integers(1, 24),
-        stops=st.booleans(),
+        stops=_rarely(st.just(1)).map(bool),
         continued=st.integers(0, 6),
         at=st.integers(0, last),
         reset_after=_rarely(steps),
