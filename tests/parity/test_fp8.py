@@ -320,7 +320,7 @@ def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[str, Te
     [
         (
             _without(LAYER + "self_attn.k_proj.weight_scale_inv"),
-            rf"missing tensors: {LAYER}self_attn\.k_proj\.weight_scale$",
+            rf"missing tensors: {LAYER}self_attn\.k_proj\.weight_scale_inv$",
         ),
         (
             _without(LAYER + "mlp.down_proj.weight"),

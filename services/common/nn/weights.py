@@ -16,7 +16,7 @@ model.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -304,7 +304,11 @@ def _check(
 ) -> None:
     wanted = {source.name: source for source in sources}
     present = checkpoint.tensors
-    missing = sorted(name for name in wanted if wanted[name].is_read and name not in present)
+    missing = sorted(
+        _name_in_files(wanted[name], present)
+        for name in wanted
+        if wanted[name].is_read and name not in present
+    )
     unexpected = [
         name
         for name in present
@@ -337,6 +341,16 @@ def _check(
     ]
     if problems:
         raise CheckpointError(f"{checkpoint.directory}: {'; '.join(problems)}")
+
+
+def _name_in_files(source: StoredTensor, present: Collection[str]) -> str:
+    """Returns the name that a missing tensor would have, with the ending that the tensors of its
+    kind have in these files, such as `weight_scale_inv`.
+    """
+    ending = source.layout.other_ending
+    stored = f".{source.layout.name}{ending}"
+    is_usual = bool(ending) and any(name.endswith(stored) for name in present)
+    return f"{source.name}{ending}" if is_usual else source.name
 
 
 def _name(dtype: torch.dtype | str) -> str:
