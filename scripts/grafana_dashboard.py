@@ -25,6 +25,10 @@ class Panel:
     queries: dict[str, str]
 
 
+# Pods on Kubernetes, processes of `triptych serve`; the other label is empty.
+_EACH_LABELS, _EACH = "pod, process", "{{pod}} {{process}}"
+
+
 def _rates(metric: str, by: str, prefix: str = "") -> dict[str, str]:
     legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", "))
     return {prefix + legend: f"sum by ({by}) (rate({metric}{{$}}[$__rate_interval]))"}
@@ -49,7 +53,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Tokens", "cps", _rates("triptych_gateway_tokens_total", "kind")),
         Panel("Stages: 95th percentile", "s",
               _quantiles("triptych_gateway_stage_seconds", 0.95, by="stage")),
-        Panel("Requests that hold a slot", "short", {"{{pod}}": "triptych_gateway_requests_running{$}"}),
+        Panel("Requests that hold a slot", "short", {_EACH: "triptych_gateway_requests_running{$}"}),
         Panel("Refusals, retries, hand-overs", "cps", {
             **_rates("triptych_gateway_rejections_total", "reason", "refused: "),
             **_rates("triptych_gateway_retries_total", "service", "retried: "),
@@ -61,28 +65,28 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Requests by tenant", "reqps", _rates("triptych_gateway_tenant_requests_total", "tenant")),
     ],
     "Encoders": [
-        Panel("Backlog", "s", {"{{pod}}": "triptych_encoder_backlog_seconds{$}"}),
-        Panel("Busy", "percentunit", _rates("triptych_encoder_busy_seconds_total", "pod")),
-        Panel("Patches encoded", "cps", _rates("triptych_encoder_patches_encoded_total", "pod")),
-        Panel("Patches that wait or run", "short", {"{{pod}}": "triptych_encoder_queue_patches{$}"}),
+        Panel("Backlog", "s", {_EACH: "triptych_encoder_backlog_seconds{$}"}),
+        Panel("Busy", "percentunit", _rates("triptych_encoder_busy_seconds_total", _EACH_LABELS)),
+        Panel("Patches encoded", "cps", _rates("triptych_encoder_patches_encoded_total", _EACH_LABELS)),
+        Panel("Patches that wait or run", "short", {_EACH: "triptych_encoder_queue_patches{$}"}),
         Panel("Calls by source", "reqps", _rates("triptych_encoder_requests_total", "source")),
         Panel("Stages: 95th percentile", "s",
               _quantiles("triptych_encoder_stage_seconds", 0.95, by="stage")),
         Panel("Failures", "cps", _rates("triptych_encoder_failures_total", "method, code")),
         Panel("Redis", "cps", _rates("triptych_encoder_redis_events_total", "event")),
-        Panel("Silence of the engine", "s", {"{{pod}}": "triptych_encoder_engine_silence_seconds{$}"}),
+        Panel("Silence of the engine", "s", {_EACH: "triptych_encoder_engine_silence_seconds{$}"}),
     ],
     "Decoders": [
-        Panel("KV blocks in use", "percentunit", {"{{pod}}": "triptych_decoder_kv_usage_ratio{$}"}),
-        Panel("Rows in use", "percentunit", {"{{pod}}": "triptych_decoder_row_usage_ratio{$}"}),
+        Panel("KV blocks in use", "percentunit", {_EACH: "triptych_decoder_kv_usage_ratio{$}"}),
+        Panel("Rows in use", "percentunit", {_EACH: "triptych_decoder_row_usage_ratio{$}"}),
         Panel("Sequences that wait", "short", {
             "for {{for}}": "sum by (for) (triptych_decoder_sequences_waiting{$})",
         }),
-        Panel("Tokens generated", "cps", _rates("triptych_decoder_generated_tokens_total", "pod")),
-        Panel("Busy", "percentunit", _rates("triptych_decoder_busy_seconds_total", "pod")),
+        Panel("Tokens generated", "cps", _rates("triptych_decoder_generated_tokens_total", _EACH_LABELS)),
+        Panel("Busy", "percentunit", _rates("triptych_decoder_busy_seconds_total", _EACH_LABELS)),
         Panel("Preemptions, late masks", "cps", {
-            **_rates("triptych_decoder_preemptions_total", "pod", "preempted "),
-            **_rates("triptych_decoder_late_token_masks_total", "pod", "late "),
+            **_rates("triptych_decoder_preemptions_total", _EACH_LABELS, "preempted "),
+            **_rates("triptych_decoder_late_token_masks_total", _EACH_LABELS, "late "),
         }),
         Panel("Queue, transfer, prefill: 95th percentile", "s", {
             **{f"queue {k}": v for k, v in _quantiles("triptych_decoder_queue_seconds", 0.95).items()},
@@ -127,7 +131,9 @@ def document() -> str:
     return json.dumps(dashboard, indent=1) + "\n"
 
 
-_SELECTED = '{namespace="$namespace",installation="$installation"}'
+# "All" matches also series without the label: `triptych serve` has neither, unless its target in
+# Prometheus sets them.
+_SELECTED = '{namespace=~"$namespace",installation=~"$installation"}'
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _DATASOURCE = {"name": "datasource", "type": "datasource", "query": "prometheus"}
 _NAMESPACE = {
@@ -136,10 +142,13 @@ _NAMESPACE = {
     "datasource": _SOURCE,
     "query": "label_values(triptych_gateway_requests_running, namespace)",
     "refresh": 2,
+    "includeAll": True,
+    "allValue": ".*",
+    "current": {"text": "All", "value": "$__all"},
 }
 _INSTALLATION = _NAMESPACE | {
     "name": "installation",
-    "query": 'label_values(triptych_gateway_requests_running{namespace="$namespace"}, installation)',
+    "query": 'label_values(triptych_gateway_requests_running{namespace=~"$namespace"}, installation)',
 }
 
 

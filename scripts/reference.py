@@ -1,4 +1,4 @@
-"""Writes what is made of the code: the reference pages of docs/ and the dashboard.
+"""Writes what is made of the code: the reference pages of docs/, the dashboard, the rules.
 
 A test compares them. Commands, settings, endpoints and cards are made here.
 """
@@ -21,7 +21,13 @@ from pydantic.fields import FieldInfo  # noqa: E402
 from pydantic_core import PydanticUndefined  # noqa: E402
 
 from benchmarks.text_shapes import TEXT_SHAPES  # noqa: E402
-from scripts import checkpoint_keys, grafana_dashboard, hints_table, metrics_table  # noqa: E402
+from scripts import (  # noqa: E402
+    checkpoint_keys,
+    compose_rules,
+    grafana_dashboard,
+    hints_table,
+    metrics_table,
+)
 from scripts.file_map import files_page  # noqa: E402
 from services.common.model_spec import LinearAttentionSpec, RopeSpec, TextSpec  # noqa: E402
 from services.common.settings import ServiceSettings  # noqa: E402
@@ -291,6 +297,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "checkpoints.md": checkpoint_keys.document,
     DOCS / "files.md": files_page,
     _ROOT / "deploy/k8s/components/monitoring/triptych-dashboard.json": grafana_dashboard.document,
+    _ROOT / "deploy/compose/rules.yaml": compose_rules.document,
 }
 
 

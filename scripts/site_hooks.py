@@ -19,6 +19,7 @@ PAGES = {
     "SECURITY.md": "security.md", "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md", "deploy/k8s/README.md": "kubernetes.md",
     "deploy/k8s/examples/README.md": "kubernetes-examples.md", "deploy/helm/README.md": "helm.md",
+    "deploy/compose/README.md": "compose.md",
     "benchmarks/LOG.md": "log.md", "benchmarks/HISTORY.md": "history.md",
     "demo/README.md": "demonstration.md", "README.md": "index.md",
 }  # fmt: skip

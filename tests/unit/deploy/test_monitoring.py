@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 COMPONENTS = ROOT / "deploy" / "k8s" / "components"
 # What Prometheus adds to each sample of a pod.
 TARGET_LABELS = {"namespace", "installation", "pod", "container", "endpoint", "instance", "job"}
+TARGET_LABELS |= {"process"}  # the endpoint of `triptych serve` adds it
 _LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|' + r"'[^']*'")
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
 _INCREASE = re.compile(r"increase\((\w+)\{([^}]*)\}")
@@ -169,6 +170,23 @@ def test_every_pod_with_metrics_is_scraped() -> None:
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         assert "metrics" in {port["name"] for port in container["ports"]}
     assert set(expression["values"]) == names
+
+
+def test_each_variable_of_the_dashboard_is_optional() -> None:
+    """Where nothing sets the labels, as with `triptych serve`, "All" selects every series."""
+    dashboard = json.loads(grafana_dashboard.document())
+    source, *variables = dashboard["templating"]["list"]
+    assert source["type"] == "datasource"
+    assert [variable["name"] for variable in variables] == ["namespace", "installation"]
+    for variable in variables:
+        assert variable["includeAll"] is True and variable["allValue"] == ".*"
+        assert variable["current"]["value"] == "$__all"
+    for query in panel_queries():
+        selectors = re.findall(r"\{([^}]*)\}", query)
+        assert selectors
+        for selector in selectors:
+            for variable in variables:
+                assert f'{variable["name"]}=~"${variable["name"]}"' in selector
 
 
 def test_prefix_names_are_ours_alone() -> None:
