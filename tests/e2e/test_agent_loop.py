@@ -5,6 +5,7 @@ grammar makes it, gets results, and answers.
 import base64
 import json
 
+import httpx2
 import openai
 import pytest
 
@@ -85,3 +86,25 @@ def test_two_calls_and_an_answer_about_an_image(demo: ServeCommand) -> None:
     assert choice.finish_reason == "stop"
     assert choice.message.content and not choice.message.tool_calls
     assert last.usage.prompt_tokens_details.image_tokens > 0
+
+
+def test_a_call_and_a_schema_that_it_was_not_trained_for_end_soon(demo: ServeCommand) -> None:
+    """Without a limit of the request's, the demonstration model goes on to a limit of its own."""
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}},
+        },
+    }
+    schema = {
+        "type": "object",
+        "properties": {"number": {"type": "integer"}, "text": {"type": "string"}},
+        "required": ["number", "text"],
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    for fields in ({"tools": [tool], "tool_choice": "required"}, {"response_format": form}):
+        body = {"messages": [{"role": "user", "content": "Who are you?"}], **fields}
+        answer = httpx2.post(f"{demo.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] <= 256
