@@ -79,8 +79,8 @@ def serve(options: ServeOptions, revision: str | None = None) -> int:
         with private_directory() as directory:
             model, name = resolve_model(options.model, revision)
             options = replace(options, model=model, hub_name=name)
-            view.report(configuration(options, os.environ))
             plan, specs = prepare(options, Path(directory), view.report)
+            view.report(configuration(options, os.environ))  # an error before is one line
             return asyncio.run(_run(options, plan, specs, view))
     except StackError as error:
         view.report(str(error))
