@@ -5,8 +5,9 @@
 Each case is deep, wide, cyclic or huge, made from its number alone. A worker does what a decoder
 does: its compile process says whether the grammar can be compiled; if so, the worker compiles it
 and fills masks along a random text. A worker that dies counts as a mask process that has died, with
-the case it had; the next one goes on behind it. `--bypass` leaves out the bounds, so that the
-compile process gets everything. Prints counts, and the longest times in seconds of CPU.
+the case it had; the next one goes on behind it. `--bypass` leaves out the bounds on texts, so that
+the compile process gets everything. Prints counts, the longest times in seconds of CPU (`again_s`
+is the second compilation, in the worker), and the most memory, each with its case.
 """
 
 import argparse
@@ -28,15 +29,19 @@ from typing import Any
 
 import numpy as np
 
+from services.common.errors import InvalidGrammar
 from services.common.families import read_spec
+from services.common.grammar.grammar_bounds import check_grammar
+from services.common.process.work_limits import resident_bytes
 from services.decoder.masks.compile_worker import Compiler
 from services.decoder.masks.compiler import Vocabulary
 from services.decoder.masks.grammar import Grammar, GrammarSource, TokenConstraints
 from services.decoder.masks.grammars import Grammars
+from services.decoder.masks.matcher import Matcher
 
 _MODEL = Path(__file__).parents[1] / "demo" / "model"
 _PR_SET_PDEATHSIG = 1
-_HANG_S = 8.0  # of a case, in seconds; a compilation takes two of CPU time
+_HANG_S = 30.0  # of a case, in seconds, on a machine that is also busy with other work
 _TOKENS = 24  # of a text under an accepted grammar
 _SIZES = (1, 2, 3, 8, 30, 63, 64, 65, 300, 1000, 3000, 9000)
 _FORMATS = ("date", "uuid", "ipv4", "email", "nonsense")
@@ -197,14 +202,25 @@ class _Follower:
         self._vocab_size = vocab_size
         self._loop = asyncio.new_event_loop()
 
-    def follow(self, source: GrammarSource, rng: random.Random) -> str:
-        """Fills masks along a text; how it ended."""
+    def follow(self, source: GrammarSource, rng: random.Random) -> tuple[str, dict[str, float]]:
+        """Fills masks along a text. Returns how it ended, and the most that it took."""
         constraints = TokenConstraints(Grammar(source))
+        begin, before = _cpu_s(), resident_bytes()
         matcher = self._loop.run_until_complete(self._grammars.matcher(constraints))
+        took = {"again_s": _cpu_s() - begin, "mask_s": 0.0, "masks_s": 0.0}
+        outcome = self._fill(matcher, rng, took)
+        took["grown_mib"] = float((resident_bytes() - before) >> 20)
+        self._grammars.trim()
+        return outcome, took
+
+    def _fill(self, matcher: Matcher, rng: random.Random, took: dict[str, float]) -> str:
         row = np.zeros(self._grammars.num_mask_words, np.int32)
         new: list[int] = []
         for _ in range(_TOKENS):
+            begin = _cpu_s()
             found = self._grammars.fill(matcher, new, row)
+            took["mask_s"] = max(took["mask_s"], used_s := _cpu_s() - begin)
+            took["masks_s"] += used_s
             if found is not True:
                 return "masks failed" if found is not False else "free"
             allowed = np.flatnonzero(
@@ -215,7 +231,6 @@ class _Follower:
             new = [int(rng.choice(allowed))]
             if new[0] in self._end_ids:
                 return "complete"
-        self._grammars.trim()
         return "went on"
 
 
@@ -228,23 +243,34 @@ def _work(
     spec = read_spec(model)
     end_ids = spec.eos_token_ids
     vocabulary = Vocabulary.read(model, spec.text.vocab_size, end_ids)
-    compiler = Compiler(vocabulary, bounded=not bypass)
+    compiler = Compiler(vocabulary)
     follower = _Follower(model, spec.text.vocab_size, end_ids)
     for number in range(first, last, step):
         if time.time() > until:
             break
-        to.send(("begin", number, 0.0, 0.0))
-        task, begin = case(number), _cpu_s()
+        to.send(("begin", number, {}))
+        task = case(number)
+        if not bypass and _is_beyond(task):
+            to.send(("beyond the bounds", number, {}))
+            continue
         verdict = compiler.compile(task)
-        outcome = "accepted" if not verdict.error else "died" if verdict.died else "refused"
-        masks_s = 0.0
-        if outcome == "accepted":
-            begin = _cpu_s()
-            outcome = f"accepted, {follower.follow(task, random.Random(number))}"
-            masks_s = _cpu_s() - begin
-        to.send((outcome, number, verdict.cpu_s, masks_s))
+        outcome, took = "refused", {"compile_s": verdict.cpu_s}
+        if verdict.died:
+            outcome = "died"
+        elif not verdict.error:
+            outcome, following = follower.follow(task, random.Random(number))
+            outcome, took = f"accepted, {outcome}", took | following
+        to.send((outcome, number, took))
     compiler.close()
-    to.send(("end", last, 0.0, 0.0))
+    to.send(("end", last, {}))
+
+
+def _is_beyond(task: GrammarSource) -> bool:
+    try:
+        check_grammar(task.kind, task.text)
+    except InvalidGrammar:
+        return True
+    return False
 
 
 def _cpu_s() -> float:
@@ -260,7 +286,7 @@ def run(
     context = multiprocessing.get_context("spawn")
     counts: Counter[str] = Counter()
     deaths: list[int] = []
-    longest = {"compile_s": (0.0, -1), "masks_s": (0.0, -1)}
+    most: dict[str, tuple[float, int]] = {}
     pending = [(first + place, first + cases) for place in range(workers)]
     running: dict[Connection, tuple[Any, int, int]] = {}  # process, its case, its last case
     begun: dict[Connection, float] = {}
@@ -284,7 +310,7 @@ def run(
             assert isinstance(found, Connection)
             process, number, last = running[found]
             try:
-                outcome, number, compile_s, masks_s = found.recv()
+                outcome, number, took = found.recv()
             except EOFError:
                 del running[found]
                 begun.pop(found, None)
@@ -298,9 +324,9 @@ def run(
             begun[found] = time.monotonic()
             if outcome not in ("begin", "end"):
                 counts[outcome] += 1
-                longest["compile_s"] = max(longest["compile_s"], (compile_s, number))
-                longest["masks_s"] = max(longest["masks_s"], (masks_s, number))
-    return {"counts": dict(counts.most_common()), "longest": longest, "deaths": deaths}
+                for name, value in took.items():
+                    most[name] = max(most.get(name, (0.0, -1)), (value, number))
+    return {"counts": dict(counts.most_common()), "most": most, "deaths": deaths}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -312,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--first", type=int, default=0, help="number of the first case")
     add("--workers", type=int, default=2)
     add("--seconds", type=float, default=1e9, help="begin no case later")
-    add("--bypass", action="store_true", help="without the bounds")
+    add("--bypass", action="store_true", help="without the bounds on texts")
     options = parser.parse_args(arguments)
     begin = time.monotonic()
     result = run(

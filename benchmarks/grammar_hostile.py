@@ -123,7 +123,33 @@ def largest(number: int) -> str:
     return f'start: (S "."){{300}}\nS: %regex {json.dumps({"substring_chars": words})}'
 
 
+def nested(number: int) -> dict[str, Any]:
+    """A schema that compiles in 0.1 s, and whose mask within `a` takes half a second: a parser's
+    row has an item for each alternative, and each new item is compared with all of the row.
+    """
+    node = {"$ref": "#/$defs/n"}
+    lists = [{"type": "array", "items": node, "maxItems": most} for most in range(1, 400)]
+    return {
+        "type": "object", "properties": {"a": node}, "required": ["a"],
+        "additionalProperties": False,
+        "$defs": {"n": {"anyOf": [*lists, {"const": number}]}},
+    }  # fmt: skip
+
+
+def multiples(number: int) -> dict[str, Any]:
+    """A schema of 60 bytes whose compilation takes more than it may."""
+    return {"type": "integer", "multipleOf": 99_991 + number % 100_000, "minimum": number}
+
+
 GRAMMARS = {"dies": dies, "slow": slow, "masks": masks}
+SCHEMAS = {"nested": nested, "multiples": multiples}
+
+
+def hostile(kind: str, number: int) -> dict[str, Any]:
+    """Returns the `structured_outputs` of a hostile request."""
+    if kind in SCHEMAS:
+        return {"json": SCHEMAS[kind](number)}
+    return {"grammar": GRAMMARS[kind](number)}
 
 
 def body(model: str, max_tokens: int, **fields: Any) -> bytes:  # noqa: ANN401 - any JSON
@@ -195,7 +221,7 @@ def attack(
     async def send() -> None:
         connection = Connection(Target.from_url(stack.url, stack.keys[HOSTILE]))
         while not stop.is_set():
-            structured = {"grammar": GRAMMARS[kind](next(numbers))}
+            structured = hostile(kind, next(numbers))
             asked = body(stack.model, 200, structured_outputs=structured, temperature=1)
             sample = await connection.post(asked, _TIMEOUT_S)
             counts[sample.error or str(sample.status)] += 1
@@ -304,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--seconds", type=float, default=30.0, help="beside the attackers")
     add("--alone-seconds", type=float, help="alone, before and after; default: as beside them")
     add("--attackers", type=int, default=12)
-    add("--grammar", choices=sorted(GRAMMARS), default="dies")
+    add("--grammar", choices=sorted((*GRAMMARS, *SCHEMAS)), default="dies")
     add("--keys", action="store_true", help="the attackers are another tenant")
     add("--hold", type=int, default=0, metavar="N", help="answers under large grammars, instead")
     options, others = parser.parse_known_args(arguments)

@@ -40,13 +40,13 @@ class CompilerProcess:
 
 @contextmanager
 def compiler_process(
-    model: Path, vocab_size: int, end_ids: tuple[int, ...], *, bounded: bool, **options: Any
+    model: Path, vocab_size: int, end_ids: tuple[int, ...], **options: Any
 ) -> Generator[CompilerProcess]:
-    """A compiler for a model's vocabulary; `bounded`: with the checks before it."""
+    """A compiler for a model's vocabulary."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     process = context.Process(
-        target=_serve, args=(theirs, model, vocab_size, end_ids, bounded, options), daemon=True
+        target=_serve, args=(theirs, model, vocab_size, end_ids, options), daemon=True
     )
     process.start()
     theirs.close()
@@ -59,10 +59,10 @@ def compiler_process(
 
 def _serve(
     connection: Connection, model: Path, vocab_size: int, end_ids: tuple[int, ...],
-    bounded: bool, options: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:  # fmt: skip
     vocabulary = Vocabulary.read(model, vocab_size, end_ids)
-    compiler = Compiler(vocabulary, bounded=bounded, **options)
+    compiler = Compiler(vocabulary, **options)
     while True:
         try:
             name, argument = connection.recv()

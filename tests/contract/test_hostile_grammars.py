@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from benchmarks import grammar_fuzz
 from benchmarks.grammar_hostile import dies
 from services.common.errors import from_code
 from services.common.pb import decoder_pb2 as pb
 from services.common.process.engine_watch import is_stopped
 from services.common.process.work_limits import SLACK_BYTES, resident_bytes
-from services.decoder.masks.compile_worker import MEMORY_BYTES
 from services.decoder.masks.grammar import GrammarSource
+from services.decoder.masks.grammar_memory import MAX_COMPILATION_BYTES
 from services.decoder.masks.messages import LANES
 from services.decoder.masks.rows import FILLING, QUICK, SLOW
 from tests.cases import first
@@ -32,6 +33,7 @@ from tests.tiny_tokenizer import (
     write_text_model_directory,
 )
 
+DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
 COMPILING_BYTES = 16 << 20  # which a compilation takes for its time
 CPU_S = LANES[-1].cpu_s
 END = added_ids()["<|im_end|>"]
@@ -81,6 +83,37 @@ KILLERS = {
     "optional": optional(7000),
 }
 
+
+def several(count: int) -> GrammarSource:
+    """A grammar of schemas, as the gateway writes it for tools."""
+    small = {"type": "object", "properties": {"city": {"type": "string"}}}
+    large = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(count)}}
+    rules = [f"r{n}: %json {json.dumps(schema)}" for n, schema in enumerate((small, large, small))]
+    return GrammarSource("grammar", "\n".join(["start: r0 | r1 | r2", *rules]))
+
+
+def json_schema(**schema: object) -> GrammarSource:
+    return GrammarSource("json_schema", json.dumps(schema))
+
+
+CPU, STACK, MEMORY = "0.5 s of CPU time", "8 MiB of stack", "64 MiB of memory"
+LARGE = {
+    "properties": (optional(7000), CPU, "7,000 properties"),
+    "references": (schema_chain(2400, "items"), STACK, "2,401 references"),
+    "rules": (rule_chain(6000, "start", ":"), STACK, "6,002 lines"),
+    "multipleOf": (json_schema(type="integer", multipleOf=99991), CPU, "multipleOf 99991"),
+    "patternProperties": (
+        json_schema(patternProperties={f"^a{n}_": {} for n in range(900)}), CPU,
+        "900 patternProperties",
+    ),
+    "enumeration": (json_schema(enum=[[n] for n in range(30_000)]), CPU, "30,000 values"),
+    "a regular expression": (GrammarSource("regex", r"[\w\d]é+" * 12_000), MEMORY, "96,000 char"),
+    "groups": (GrammarSource("regex", "(" * 200_000), "to compile; it has 200,000 characters"),
+    "one of several schemas": (several(7000), CPU, "3 schemas", '"p0", "p1"', "7,000 properties"),
+    "a reference to itself": (json_schema(**{"$ref": "#"}), "no text fits it", "reference"),
+    "a reference to nothing": (json_schema(**{"$ref": "#/$defs/a"}), "'/$defs/a'"),
+}  # fmt: skip
+
 # Lexemes that take all that should follow them.
 GREEDY = {
     "a mask": 'start: R "x"\nR: /[^x]{3}/ "x"+',
@@ -97,59 +130,58 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def unbounded(model):
-    """A compiler that gets everything."""
-    with compiler_process(model, vocab_size(), (END,), bounded=False) as compiler:
+def compiler(model):
+    with compiler_process(model, vocab_size(), (END,)) as compiler:
         yield compiler
 
 
-def test_what_ends_the_compiler_is_refused_and_the_next_one_compiles(unbounded):
+def test_what_ends_the_compiler_is_refused_and_the_next_one_compiles(compiler):
     for name, task in KILLERS.items():
         started = time.monotonic()
-        verdict = unbounded.compile(task)
+        verdict = compiler.compile(task)
         assert verdict.died and verdict.error, name
         assert verdict.cpu_s < CPU_S + 0.5, (name, time.monotonic() - started)
-        assert not unbounded.compile(TEXT).error
-
-
-def test_the_bounds_refuse_them_before(model):
-    with compiler_process(model, vocab_size(), (END,), bounded=True) as compiler:
-        for name, task in KILLERS.items():
-            verdict = compiler.compile(task)
-            assert verdict.error and not verdict.died, name
         assert not compiler.compile(TEXT).error
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_error_of_a_large_grammar_says_what_is_large(compiler, name):
+    task, *words = LARGE[name]
+    error = compiler.compile(task).error
+    assert all(word in error for word in words), error
+    assert len(error) < 400
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "text", first(2, ["(a|b)*a(a|b){500}", ".*" * 2000, "^[^X a-z]{5000}$", "(" * 9000])
 )
-def test_hostile_regexes_end_in_time(unbounded, text):
-    verdict = unbounded.compile(GrammarSource("regex", text))
+def test_hostile_regexes_end_in_time(compiler, text):
+    verdict = compiler.compile(GrammarSource("regex", text))
     assert verdict.cpu_s < CPU_S + 0.5
-    assert not unbounded.compile(TEXT).error
+    assert not compiler.compile(TEXT).error
 
 
-def test_the_time_of_a_grammar_is_its_own(unbounded):
+def test_the_time_of_a_grammar_is_its_own(compiler):
     """Although one process compiles many."""
-    assert not unbounded.compile(TEXT).error
-    fork, earlier_s = unbounded.pid, 0.0
+    assert not compiler.compile(TEXT).error
+    fork, earlier_s = compiler.pid, 0.0
     while earlier_s < 1.0:
-        earlier_s += unbounded.compile(optional(1000)).cpu_s
-    assert unbounded.pid == fork
-    verdict = unbounded.compile(KILLERS["optional"])
+        earlier_s += compiler.compile(optional(1000)).cpu_s
+    assert compiler.pid == fork
+    verdict = compiler.compile(KILLERS["optional"])
     assert verdict.died and verdict.cpu_s < CPU_S + 0.5
 
 
-def test_memory_is_limited(unbounded):
-    unbounded.memory_bytes(-SLACK_BYTES)
-    assert unbounded.compile(optional(1000)).error
-    unbounded.memory_bytes(MEMORY_BYTES)
-    assert not unbounded.compile(optional(1000)).error
+def test_memory_is_limited(compiler):
+    compiler.memory_bytes(-SLACK_BYTES)
+    assert compiler.compile(optional(1000)).error
+    compiler.memory_bytes(MAX_COMPILATION_BYTES)
+    assert not compiler.compile(optional(1000)).error
 
 
 def test_a_fork_that_is_killed_or_hangs_is_replaced(model):
-    with compiler_process(model, vocab_size(), (END,), bounded=True, wall_s=3.0) as compiler:
+    with compiler_process(model, vocab_size(), (END,), wall_s=3.0) as compiler:
         assert not compiler.compile(TEXT).error
         os.kill(compiler.pid, signal.SIGSTOP)
         assert compiler.compile(TEXT).died
@@ -176,7 +208,9 @@ async def test_killers_end_nothing_but_their_requests(decoder):
             await ask(gateway, number, grammar(kind, task.text))
         for number in range(1, len(KILLERS) + 1):
             _, end = await told(gateway, number)
-            assert end.code == "invalid_grammar", end
+            # On a busy machine, the last of them wait for the CPU time of the others.
+            assert end.code in ("invalid_grammar", "overloaded"), end
+        assert gateway.ends[1].code == "invalid_grammar"
         ids, end = await answer(gateway, 50, grammar("JSON_SCHEMA", SCHEMA))
         jsonschema.validate(json.loads(text_of(ids)), SCHEMA)
         assert (await gateway.end(99)).reason == pb.Finished.REASON_LENGTH
@@ -498,3 +532,13 @@ async def test_the_grammars_of_all_sequences_are_bounded(model):
         assert {end.code for end in ends if end not in finished} <= {"overloaded"}
         assert len(finished) >= 6
     assert decoder.is_idle()
+
+
+def test_random_grammars_end_no_mask_process():
+    """Without any bound on their texts: what the compile process lets through can be followed."""
+    cases = 60
+    found = grammar_fuzz.run(DEMO_MODEL, cases, 1, bypass=True)
+    assert not found["deaths"], found
+    assert sum(found["counts"].values()) == cases
+    assert sum(n for name, n in found["counts"].items() if name.startswith("accepted")) > cases // 4
+    assert found["most"]["again_s"][0] < 4 * CPU_S and found["most"]["mask_s"][0] < 4 * CPU_S, found

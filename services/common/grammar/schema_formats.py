@@ -8,8 +8,18 @@ llguidance cannot enforce stay, so that the schema is refused with the name of t
 import json
 from typing import Any, cast
 
-from services.common.grammar.schema_bounds import LITERALS, MAPS
-
+# Keywords whose values are no schemas, and keywords whose values are schemas by name.
+LITERALS = frozenset(("const", "enum", "default", "examples", "example"))
+MAPS = frozenset(
+    (
+        "properties",
+        "patternProperties",
+        "$defs",
+        "definitions",
+        "dependentSchemas",
+        "dependencies",
+    )
+)
 # Formats of JSON Schema's drafts from 4 on.
 STANDARD_FORMATS = frozenset(
     (

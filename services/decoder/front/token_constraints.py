@@ -4,8 +4,8 @@ grammar, allowed tokens and bad words.
 
 from msgspec import structs
 
-from services.common.errors import InvalidGrammar, InvalidRequest
-from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
+from services.common.errors import InvalidRequest
+from services.common.grammar.grammar_bounds import check_grammar
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import EngineInfo, SamplingParams
 from services.decoder.front.token_ids import MAX_STOP_TOKEN_IDS, check_ids
@@ -67,8 +67,7 @@ def _grammar(submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo) ->
     kind = _GRAMMAR_KINDS.get(message.kind)
     if kind is None:
         raise InvalidRequest(f"grammar has the unknown kind {message.kind}")
-    if len(message.text) > MAX_GRAMMAR_CHARS:
-        raise InvalidGrammar(f"has more than {MAX_GRAMMAR_CHARS} characters")
+    check_grammar(kind, message.text)
     check_ids("grammar.end_token_ids", message.end_token_ids, engine, MAX_STOP_TOKEN_IDS)
     check_ids("grammar.begins_after", message.begins_after, engine, MAX_BEGINS_AFTER)
     by_client = kind == "grammar" and not message.by_gateway

@@ -20,7 +20,6 @@ from pathlib import Path
 import msgspec
 
 from services.common.errors import InvalidGrammar
-from services.common.grammar.grammar_bounds import check_grammar
 from services.common.process import children
 from services.common.process.channel import ChannelClosed, EngineChannel, create_socket_pair
 from services.common.process.parent_death import end_with_parent
@@ -28,14 +27,22 @@ from services.common.process.work_limits import limited, mapped_bytes, prefer_oo
 from services.common.telemetry import setup_logging
 from services.decoder.masks.compiler import Vocabulary, compile_grammar
 from services.decoder.masks.grammar import GrammarSource
+from services.decoder.masks.grammar_memory import MAX_COMPILATION_BYTES
+from services.decoder.masks.grammar_size import described
 from services.decoder.masks.messages import LANES, SLOW_LANE, Lane, MaskSettings, Verdict
 
-MEMORY_BYTES = 192 << 20  # limit of one grammar
 # This stack is smaller than in the mask processes, which compile the grammar again.
 _STACK_BYTES = 8 << 20
 _WALL_S = 20.0  # limit of one grammar, for a machine that is also busy with other work
-# A fork is replaced when its address space has grown by this number of bytes.
-_MAX_GROWTH_BYTES = 256 << 20
+# A fork is replaced when its address space has grown by this number of bytes. Memory that a grammar
+# has freed counts for the next one, too.
+_MAX_GROWTH_BYTES = 32 << 20
+_MEMORY_ERROR = f"takes more than {MAX_COMPILATION_BYTES >> 20} MiB of memory to compile"
+_ERRORS: dict[int, str] = {
+    signal.SIGSEGV: f"takes more than {_STACK_BYTES >> 20} MiB of stack to compile: its references,"
+    " rules or groups are too many behind or within each other",
+    signal.SIGABRT: _MEMORY_ERROR,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -47,15 +54,13 @@ class Compiler:
         cpu_s: limit of one grammar's CPU seconds.
         memory_bytes: limit of one grammar's memory.
         wall_s: limit of one grammar's seconds.
-        bounded: False if grammars beyond the bounds of `check_grammar` are to be compiled, too.
         pid: process id of the fork. 0 if there is no fork.
     """
 
     vocabulary: Vocabulary
     cpu_s: float = LANES[SLOW_LANE].cpu_s
-    memory_bytes: int = MEMORY_BYTES
+    memory_bytes: int = MAX_COMPILATION_BYTES
     wall_s: float = _WALL_S
-    bounded: bool = True
     pid: int = 0
     _charged_s: float = 0.0  # CPU time of the fork for earlier grammars
     _channel: EngineChannel[Verdict] | None = None
@@ -80,12 +85,12 @@ class Compiler:
             return answers[0]
         status, used_s = self._reap()
         cpu_s = used_s - self._charged_s
-        if status == signal.SIGPROF:
+        timed_out = status == signal.SIGPROF
+        error = _ERRORS.get(status, "takes too much time or memory to compile")
+        if timed_out:
             error = f"takes more than {self.cpu_s:g} s of CPU time to compile"
-            return Verdict(error, cpu_s, died=True, timed_out=True)
-        return Verdict(
-            "takes more memory, time or stack to compile than is allowed", cpu_s, died=True
-        )
+        error = f"{error}; it {described(source)}"
+        return Verdict(error, cpu_s, died=True, timed_out=timed_out)
 
     def close(self) -> None:
         """Ends the fork."""
@@ -129,30 +134,35 @@ class Compiler:
         resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))
         prefer_oom_kill()
         channel = EngineChannel[GrammarSource](end, GrammarSource)
-        most = mapped_bytes() + _MAX_GROWTH_BYTES
+        first = mapped_bytes()
         charged_s = 0.0
         while True:
             for source in channel.receive(None):
-                error = self._error(source)
+                error = self._error(source, first)
                 used_s = time.process_time()
-                is_last = mapped_bytes() > most
+                is_last = mapped_bytes() > first + _MAX_GROWTH_BYTES
                 channel.send(Verdict(error, used_s - charged_s, is_last=is_last))
                 charged_s = used_s
 
-    def _error(self, source: GrammarSource) -> str:
-        """Returns the reason why the grammar cannot be compiled. Empty if it can be compiled."""
-        with limited(self.cpu_s, self.memory_bytes):
+    def _error(self, source: GrammarSource, first: int) -> str:
+        """Returns the reason why the grammar cannot be compiled. Empty if it can be compiled.
+
+        Args:
+            source: text of the grammar.
+            first: bytes of address space of the fork before its first grammar.
+        """
+        with limited(self.cpu_s, self.memory_bytes, first):
             try:
-                if self.bounded:
-                    check_grammar(source.kind, source.text)
                 compile_grammar(self.vocabulary, source)
             except InvalidGrammar as refused:
                 return refused.message
             except MemoryError:
-                return "takes more memory to compile than is allowed"
+                error = _MEMORY_ERROR
             except BaseException as panic:
                 return f"cannot be compiled: {type(panic).__name__}"
-        return ""
+            else:
+                return ""
+        return f"{error}; it {described(source)}"
 
 
 def main() -> int:

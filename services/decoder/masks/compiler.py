@@ -6,6 +6,7 @@ so, the code runs again in a mask process.
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,8 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _OF_SCHEMA = "at 1(8): failed to compile JSON schema: "
 _UNKNOWN_FORMAT = f"{_OF_SCHEMA}Unknown format"
 _MAX_MESSAGE_CHARS = 500
+# The library's message for a mask that allows nothing.
+_NOTHING_FITS = re.compile(r"NoExtensionBias(?: <non-verbose/>)?")
 # Parts of messages that are meant for callers of the library.
 _QUOTED = re.compile(r"\n *1 \| ")
 _OPTION_HINT = re.compile(r"\s*Enable \S+ option [^\n]*")
@@ -92,10 +95,12 @@ class Compiled(NamedTuple):
     Attributes:
         state: matcher of llguidance.
         strings: second matcher for bounded strings. None if the grammar has no plain strings.
+        cpu_s: CPU seconds of the compilation.
     """
 
     state: LLMatcher
     strings: BoundedStrings | None
+    cpu_s: float
 
 
 def compile_grammar(vocabulary: Vocabulary, source: GrammarSource) -> Compiled:
@@ -110,7 +115,7 @@ def compile_grammar(vocabulary: Vocabulary, source: GrammarSource) -> Compiled:
     Raises:
         InvalidGrammar: the grammar is invalid, or uses features that are not supported.
     """
-    kind, text = source.kind, source.text
+    kind, text, began = source.kind, source.text, time.thread_time()
     try:
         compiled = _build(vocabulary.full, kind, text)
         if compiled.get_error().startswith(_UNKNOWN_FORMAT):
@@ -128,7 +133,7 @@ def compile_grammar(vocabulary: Vocabulary, source: GrammarSource) -> Compiled:
         state = _build(plain.others, kind, text)
         if not state.is_error():
             strings = BoundedStrings(state, plain)
-    return Compiled(compiled, strings)
+    return Compiled(compiled, strings, time.thread_time() - began)
 
 
 def _build(vocabulary: LLTokenizer, kind: str, text: str) -> LLMatcher:
@@ -180,6 +185,7 @@ def limits() -> LLParserLimits:
 def short(text: str) -> str:
     """Shortens a message of llguidance to one line, without the quoted grammar and its position."""
     text = _QUOTED.split(text.removeprefix(_OF_SCHEMA), maxsplit=1)[0]
+    text = _NOTHING_FITS.sub("no text fits it (does a reference lead back to itself?)", text)
     return " ".join(text.split())[:_MAX_MESSAGE_CHARS]
 
 

@@ -10,9 +10,12 @@ import ctypes
 
 from llguidance import LLMatcher
 
-from services.common.process.work_limits import resident_bytes
+from services.common.process.work_limits import SLACK_BYTES, resident_bytes
 
 MAX_GRAMMAR_BYTES = 1 << 30
+# Memory that the compile process allows one grammar. The largest schema of JSONSchemaBench takes 22
+# MiB, and 32 KB of a regular expression of Unicode classes take 90.
+MAX_COMPILATION_BYTES = 64 << 20
 # A matcher that takes more memory fails. Matchers of ordinary texts take 0.3 KiB per token.
 _LEAST_STATE_BYTES = 64 << 20
 _GROWTH = 1.25  # growth of the CPU time of a matcher between two measurements
@@ -29,6 +32,7 @@ class GrammarMemory:
         most_bytes: bound on the growth of this process.
         first_measured_s: CPU seconds after which a matcher is measured for the first time. The
             state of a matcher grows with the work on it, so it is small before.
+        compilation_bytes: bytes that one compilation may take.
 
     Attributes:
         max_state_bytes: bound on the memory of one matcher's state.
@@ -38,9 +42,11 @@ class GrammarMemory:
         self,
         most_bytes: int = MAX_GRAMMAR_BYTES,
         first_measured_s: float = 0.5,
+        compilation_bytes: int = MAX_COMPILATION_BYTES + SLACK_BYTES,
     ) -> None:
         self._most_bytes = most_bytes
         self._first_measured_s = first_measured_s
+        self._compilation_bytes = compilation_bytes
         self._first_bytes: int | None = None
         self.max_state_bytes = max(most_bytes // _STATES, _LEAST_STATE_BYTES)
 
@@ -64,12 +70,15 @@ class GrammarMemory:
         """Returns whether compiled grammars that no sequence uses are to be dropped."""
         return self.grown_bytes > self._most_bytes // 2
 
-    @property
-    def has_room(self) -> bool:
+    def has_room_beside(self, num_compiling: int) -> bool:
         """Returns whether another grammar may be compiled. The last quarter of the memory is left
-        for the growth of running sequences.
+        for this grammar and for the growth of running sequences.
+
+        Args:
+            num_compiling: number of grammars that are being compiled.
         """
-        return self.grown_bytes <= self._most_bytes // 4 * 3
+        reserved = num_compiling * self._compilation_bytes
+        return self.grown_bytes + reserved <= self._most_bytes // 4 * 3
 
     @property
     def is_over(self) -> bool:

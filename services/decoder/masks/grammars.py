@@ -32,12 +32,16 @@ log = logging.getLogger(__name__)
 
 _CACHE_ENTRIES = 256
 _MAX_WAIT_S, _POLL_S = 10.0, 0.05  # of a grammar for its thread, and for memory
-# Honest masks take 7 ms of CPU time at most, those of an ambiguous grammar seconds.
+# Masks of a grammar that takes longer to compile are filled in a thread from the first one on. A
+# parser's row takes time quadratic in the alternatives that begin at one place, and is limited only
+# when it is complete: 400 lists beside each other compile in 0.1 s of CPU time, and a mask within
+# them takes 0.6 s. Of JSONSchemaBench, one schema in a hundred takes longer than this.
+_LARGE_S = 0.02
+# Honest masks take 7 ms of CPU time at most, those of an ambiguous grammar seconds. The time that
+# the token before takes to be read is counted, too.
 _SLOW_MASK_S = 0.02
 _MAX_MASK_S = 0.2
 _MAX_READ_S = 2.0  # of CPU time for the tokens that a sequence had before
-# The library holds the interpreter's lock while it reads tokens.
-_READ_AT_ONCE = 8
 _SLOW_NICENESS = 10
 
 # True if a mask forbids any token, False if all tokens are allowed, or the reason of a failure.
@@ -86,6 +90,7 @@ class Grammars:
         )
         self.memory = memory or GrammarMemory()
         self._turns = {thread: asyncio.Lock() for thread in self.threads}
+        self._num_compiling = 0
         # A grammar that is being compiled is in both, too, so that it is compiled once. A grammar
         # of running sequences stays in the second after it was dropped from the first.
         self._cache: OrderedDict[GrammarSource, Lexer] = OrderedDict()
@@ -112,6 +117,7 @@ class Grammars:
             self.memory.begin()
             lexer = self._lexer(grammar.source, number, thread or self.quick)
             compiled = await asyncio.shield(lexer.compiled)
+            lexer.is_slow |= compiled.cpu_s > _LARGE_S
             state, strings = compiled.state.deep_copy(), compiled.strings
             strings = strings and strings.copy()
             matcher = GrammarMatcher(
@@ -134,15 +140,18 @@ class Grammars:
         """
         try:
             began = now = time.thread_time()
-            for first in range(0, len(token_ids), _READ_AT_ONCE):
-                matcher.consume(token_ids[first : first + _READ_AT_ONCE])
+            for token_id in token_ids:
+                # The library holds the interpreter's lock while it reads, so that tokens are read
+                # one by one. A token of a hostile grammar takes up to 0.07 s.
+                matcher.consume([token_id])
                 now = time.thread_time()
                 if now - began > _MAX_READ_S:
                     raise MatcherFailed(f"its text takes more than {_MAX_READ_S:g} s to read")
             found = matcher.fill(row)
             ended = time.thread_time()
             if (grammar := matcher.grammar) is not None:
-                self._account(grammar, ended - began, ended - now)
+                token_s = (now - began) / max(1, len(token_ids)) + ended - now
+                self._account(grammar, ended - began, token_s)
             return found
         except MatcherFailed as error:
             return error
@@ -168,16 +177,21 @@ class Grammars:
         for thread in self.threads:
             thread.close()
 
-    def _account(self, grammar: GrammarMatcher, used_s: float, mask_s: float) -> None:
+    def _account(self, grammar: GrammarMatcher, used_s: float, token_s: float) -> None:
         """Adds the time of a mask to its matcher.
+
+        Args:
+            grammar: matcher of the sequence.
+            used_s: CPU seconds that all new tokens and the mask took.
+            token_s: CPU seconds that a new token and the mask took.
 
         Raises:
             MatcherFailed: the mask or the matcher has taken too much time or memory.
         """
         grammar.used_s += used_s
-        if mask_s > _SLOW_MASK_S:
+        if token_s > _SLOW_MASK_S:
             grammar.lexer.is_slow = True
-            if mask_s > _MAX_MASK_S:
+            if token_s > _MAX_MASK_S:
                 raise MatcherFailed(f"a token mask takes more than {_MAX_MASK_S:g} s")
         if self.memory.measures(grammar.used_s, grammar.measured_at_s):
             grammar.measure(self.memory)
@@ -199,11 +213,16 @@ class Grammars:
         """Compiles a grammar once it is the grammar's turn and there is memory for it."""
         try:
             async with asyncio.timeout(_MAX_WAIT_S) as waiting, self._turns[thread]:
-                while not self.memory.has_room:  # noqa: ASYNC110 - freed memory has no event
+                # Freed memory has no event.
+                while not self.memory.has_room_beside(self._num_compiling):  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_S)
                 waiting.reschedule(None)
                 work = partial(compile_grammar, self.vocabulary.result(), source)
-                return await thread.run(number, source, work)
+                self._num_compiling += 1
+                try:
+                    return await thread.run(number, source, work)
+                finally:
+                    self._num_compiling -= 1
         except TimeoutError:
             message = "the grammars of other sequences take all time or memory"
             raise Overloaded(message, retry_after_s=2) from None

@@ -185,7 +185,7 @@ class SequenceMasks:
         """
         self.grammars.trim()
         memory = self.grammars.memory
-        if not memory.has_room:
+        if not memory.has_room_beside(0):
             memory.release()
         for _ in range(_GIVE_WAY_AT_ONCE):
             holders = [s for s in self._sequences.values() if s.grammar is not None]

@@ -90,8 +90,11 @@ class BareValues:
 
     def _texts(self, schema: object, path: str, depth: int = 0) -> set[str] | None:
         """Returns the strings that a schema lists, or None if the schema allows more strings."""
-        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        if not isinstance(schema, Mapping):
             return set() if schema is False else None
+        if depth > _MAX_DEPTH:
+            self.place.refuse(path, f"a value behind more than {_MAX_DEPTH} references")
+            return None
         schema = cast(Schema, schema)
         key = id(schema)
         if key not in self._found:
@@ -135,31 +138,35 @@ class BareValues:
         if isinstance(reference := schema.get("$ref"), str):
             yield self._texts(self.parameters.target(reference), path, depth + 1)
 
-    def _plain_scalars(self, schema: object) -> frozenset[str]:
+    def _plain_scalars(self, schema: object, depth: int = 0) -> frozenset[str]:
         """Returns scalar types of which any value is valid. Some such types may be missing."""
         if not isinstance(schema, Mapping):
             return frozenset(() if schema is False else _SCALARS)
+        if depth > _MAX_DEPTH:
+            return frozenset()
         schema = cast(Schema, schema)
         key = id(schema)
         if key not in self._plain:
             self._plain[key] = frozenset()  # holds for a schema that refers to itself
             if not schema.keys() & {"const", "enum", "allOf"}:
-                claims = self._plain_claims(schema)
+                claims = self._plain_claims(schema, depth)
                 self._plain[key] = self.parameters.types(schema).intersection(_SCALARS, *claims)
         return self._plain[key]
 
-    def _plain_claims(self, schema: Schema) -> Iterator[frozenset[str]]:
+    def _plain_claims(self, schema: Schema, depth: int) -> Iterator[frozenset[str]]:
         if schema.keys() & _LIMITS:
             yield frozenset(("null", "boolean"))
         for keyword in ("anyOf", "oneOf"):
             if branches := listed(schema, keyword):
-                found = frozenset[str]().union(*map(self._plain_scalars, branches))
+                found = frozenset[str]().union(
+                    *(self._plain_scalars(branch, depth + 1) for branch in branches)
+                )
                 if keyword == "oneOf":
                     types = list(map(self.parameters.types, branches))
                     found = frozenset(k for k in found if sum(k in t for t in types) == 1)
                 yield found
         if isinstance(reference := schema.get("$ref"), str):
-            yield self._plain_scalars(self.parameters.target(reference))
+            yield self._plain_scalars(self.parameters.target(reference), depth + 1)
 
     def _json(self, schema: object, types: frozenset[str]) -> str:
         """Returns the name of a rule for the JSON values of a schema that have certain types."""

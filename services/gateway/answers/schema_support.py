@@ -148,9 +148,67 @@ def held_to(schema: Any, place: SchemaPlace) -> Any:  # noqa: ANN401
         place: place of the schema in the request.
 
     Raises:
-        InvalidGrammar: the place is strict, and a keyword is not supported.
+        InvalidGrammar: the place is strict, and a keyword is not supported; or a reference leads to
+            nothing.
     """
-    return _Reader(place, own_id(schema), Parameters(schema)).schema(schema, "")
+    found = _Reader(place, own_id(schema), Parameters(schema)).schema(schema, "")
+    _check_references(found, place)
+    return found
+
+
+def _check_references(schema: object, place: SchemaPlace) -> None:
+    """Refuses references to nothing, and references that lead back to themselves. The library
+    would refuse them, too, but could not name the function and the place. References by anchors are
+    left to the library, as are those within a part that has a URI of its own.
+    """
+    if not isinstance(schema, Mapping):
+        return
+    parameters, left = Parameters(cast("Schema", schema)), [(cast("object", schema), "")]
+    ending: set[int] = set()
+    while left:
+        part, path = left.pop()
+        if isinstance(part, list):
+            items = enumerate(cast("list[object]", part))
+            left += [(item, f"{path}[{index}]") for index, item in items]
+        if not isinstance(part, Mapping):
+            continue
+        keywords = cast("Schema", part)
+        if path and isinstance(keywords.get("$id"), str):
+            continue
+        reference = keywords.get("$ref")
+        if isinstance(reference, str) and reference.partition("#")[2][:1] in ("", "/"):
+            what = f"$ref {reference:.100}"
+            if parameters.target(reference) is None:
+                place.reject(f"{path}.$ref", f"{what} refers to nothing in the schema")
+            if _leads_back(parameters, keywords, ending):
+                place.reject(f"{path}.$ref", f"{what} leads back to itself without an end")
+        for keyword, value in keywords.items():
+            if keyword in _MAPS and isinstance(value, Mapping):
+                members = cast("Schema", value).items()
+                left += [(member, f"{path}.{keyword}.{name}") for name, member in members]
+            elif keyword not in _LITERALS:
+                left.append((value, f"{path}.{keyword}"))
+
+
+def _leads_back(parameters: Parameters, part: object, ending: set[int]) -> bool:
+    """Returns whether the references from a part lead to one of them again.
+
+    Args:
+        parameters: schema in which references are looked up.
+        part: schema with a reference.
+        ending: identities of schemas from which the references end. Schemas are added.
+    """
+    seen: set[int] = set()
+    while isinstance(part, Mapping) and id(cast("object", part)) not in ending:
+        reference = cast("Schema", part).get("$ref")
+        if not isinstance(reference, str):
+            break
+        if id(cast("object", part)) in seen:
+            return True
+        seen.add(id(cast("object", part)))
+        part = parameters.target(reference)
+    ending |= seen
+    return False
 
 
 def pattern_fault(pattern: str) -> str:

@@ -19,9 +19,7 @@ import msgspec
 
 from services.common.errors import InvalidGrammar, InvalidRequest
 from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS, check_grammar
-from services.common.grammar.grammar_counts import Counts
 from services.common.grammar.plain_strings import has_plain_bounds, is_plain
-from services.common.grammar.schema_bounds import check_schema
 from services.gateway.answers.argument_values import Parameters, Schema, listed, named
 from services.gateway.answers.bare_values import BareValues, escaped, regex
 from services.gateway.answers.grammar import Grammar
@@ -113,17 +111,14 @@ class _Function:
         lenient = not self.definition.strict
         return {**_CALL_STYLE, "lenient": lenient, "coerce_one_of": lenient}
 
-    def schema(self, counts: Counts) -> dict[str, Any]:
+    def schema(self) -> dict[str, Any]:
         """Returns the schema of the arguments, without the keywords that cannot be enforced.
 
         The arguments are an object, and have no properties besides the named ones unless the schema
         says so.
 
-        Args:
-            counts: counts of all schemas of the request, to which this schema's are added.
-
         Raises:
-            InvalidGrammar: the schema is not that of an object, or is too large.
+            InvalidGrammar: the schema is not that of an object, or cannot be enforced.
         """
         given = self.definition.parameters
         schema: dict[str, Any] = {"additionalProperties": False}
@@ -138,12 +133,7 @@ class _Function:
             self.place.reject("", "the schema is not that of an object")
         if "properties" in schema and not (_OPEN_ENDED | {"$ref"}) & schema.keys():
             schema.setdefault("additionalProperties", False)
-        schema = held_to(schema, self.place)
-        try:
-            check_schema(schema, counts)
-        except InvalidGrammar as error:
-            self.place.reject("", error.message)
-        return schema
+        return held_to(schema, self.place)
 
 
 class _Writer:
@@ -155,7 +145,6 @@ class _Writer:
     """
 
     def __init__(self, tokenizer: ModelTokenizer, calls: ToolCalls) -> None:
-        counts = Counts()
         self._tokenizer = tokenizer
         self._parser = calls.parser
         self._calls = calls
@@ -164,7 +153,7 @@ class _Writer:
             for name, index in calls.places.items()
             if name in calls.functions
         ]
-        self._schemas = [function.schema(counts) for function in self._functions]
+        self._schemas = [function.schema() for function in self._functions]
         self.param = self._functions[0].place.param if len(self._functions) == 1 else "tools"
         self.rules = GrammarRules(self.param)
 
@@ -293,10 +282,10 @@ def _parameters(parameters: Parameters, function: _Function) -> dict[str, tuple[
 
 
 def _checked(asked: Grammar) -> Grammar:
-    """Returns a request's grammar with its schema simplified, after checking its size.
+    """Returns a request's grammar with its schema simplified, after checking its length.
 
     Raises:
-        InvalidGrammar: the grammar is too large or malformed.
+        InvalidGrammar: the grammar is too long or malformed.
     """
     if asked.kind == "json_schema" and len(asked.text) <= MAX_GRAMMAR_CHARS:
         asked = replace(asked, text=json.dumps(_held_schema(asked), ensure_ascii=False))

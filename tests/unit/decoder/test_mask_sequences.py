@@ -65,8 +65,10 @@ class FakeMemory(GrammarMemory):
         over: number of times that the memory says that sequences have to give way.
     """
 
+    COMPILATION = 100
+
     def __init__(self):
-        super().__init__(1000, first_measured_s=0.0)
+        super().__init__(1000, first_measured_s=0.0, compilation_bytes=self.COMPILATION)
         self.bytes, self.size, self.over = 0, 0, 0
 
     @property

@@ -199,8 +199,62 @@ def test_a_schema_without_an_end_names_its_function(strict, tokenizer):
     schema = {"$ref": "#/properties/a"}
     with pytest.raises(InvalidGrammar) as caught:
         answer_grammar(None, *format_of("hermes", functions(schema, strict=strict)), tokenizer)
-    assert caught.value.param == "tools[1].function.parameters"
+    assert caught.value.param == "tools[1].function.parameters.properties.a.$ref"
     assert "in function send, $ref #/properties/a leads back" in caught.value.message
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("reference", ["#/$defs/a", "#/properties/a/anyOf/7", "#/properties/~1"])
+def test_a_reference_to_nothing_names_its_place(reference, strict, tokenizer):
+    schema = {"anyOf": [{"type": "null"}, {"items": {"$ref": reference}}]}
+    with pytest.raises(InvalidGrammar) as caught:
+        answer_grammar(None, *format_of("hermes", functions(schema, strict=strict)), tokenizer)
+    place = "tools[1].function.parameters.properties.a.anyOf[1].items.$ref"
+    assert caught.value.param == place
+    assert f"in function send, $ref {reference} refers to nothing" in caught.value.message
+
+
+ELSEWHERE = {
+    "const": {"const": {"$ref": "#/nowhere"}},
+    "a property": {"type": "object", "properties": {"$ref": {"type": "string"}}},
+    "an anchor": {"$ref": "#there", "$defs": {"there": {"$anchor": "there"}}},
+    "another URI": {"$id": "https://x.y/z", "items": {"$ref": "#/$defs/b"}, "$defs": {"b": True}},
+    "true": {"items": {"$ref": "#/$defs/b"}, "$defs": {"b": True}},
+    "a cycle with an end": {"items": {"$ref": "#"}},
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_is_no_reference_to_nothing_is_left_to_the_library(name, tokenizer):
+    grammar = Grammar("json_schema", json.dumps(ELSEWHERE[name]), "s")
+    assert answer_grammar(grammar, None, None, tokenizer) is not None
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("form", PARSERS)
+@pytest.mark.parametrize("wrap", ["bare", "anyOf", "allOf", "items"])
+def test_a_long_chain_of_references_is_left_to_the_library(wrap, form, strict, tokenizer):
+    """The gateway itself looks along 64 of them, which it needs for values without quotes."""
+
+    def link(number: int) -> dict[str, object]:
+        reference = {"$ref": f"#/$defs/d{number}"}
+        wrapped = {
+            "anyOf": {"anyOf": [reference, {"type": "string"}]}, "allOf": {"allOf": [reference]},
+            "items": {"items": reference}, "bare": reference,
+        }  # fmt: skip
+        return wrapped[wrap]
+
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "required": ["a"]}
+    definitions = {f"d{number}": link(number + 1) for number in range(3000)}
+    schema["$defs"] = {**definitions, "d3000": {"type": "null"}}
+    use = functions({"type": "null"}, strict=strict)
+    use.functions["send"].parameters.clear()
+    use.functions["send"].parameters.update(schema)
+    if form == "qwen3_coder" and strict and wrap != "items":
+        with pytest.raises(InvalidGrammar, match="behind more than 64 references"):
+            answer_grammar(None, *format_of(form, use), tokenizer)
+    else:
+        assert answer_grammar(None, *format_of(form, use), tokenizer) is not None
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -229,17 +283,9 @@ def test_many_required_names_take_linear_time(tokenizer):
     names = [f"p{number}" for number in range(10_000)]
     schema = {"type": "object", "properties": {name: {} for name in names}, "required": names}
 
-    def refuse() -> float:
+    def write() -> float:
         start = time.process_time()
-        with pytest.raises(InvalidGrammar, match="more than 1000 properties"):
-            answer_grammar(Grammar("json_schema", json.dumps(schema), "s"), None, None, tokenizer)
+        answer_grammar(Grammar("json_schema", json.dumps(schema), "s"), None, None, tokenizer)
         return time.process_time() - start
 
-    assert least(refuse, 0.5) <= 0.5  # seconds; each name compared with each, one
-
-
-def test_a_bound_names_its_function(tokenizer):
-    schema = {"enum": ["x" * 70_000]}
-    with pytest.raises(InvalidGrammar, match="in function send, it has more") as caught:
-        answer_grammar(None, *format_of("hermes", functions(schema, strict=False)), tokenizer)
-    assert caught.value.param == "tools[1].function.parameters"
+    assert least(write, 0.5) <= 0.5  # seconds; each name compared with each, one
