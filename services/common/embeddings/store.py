@@ -142,7 +142,9 @@ class _EntryClaim(Claim[ArenaEntry]):
         if entry := self.arena.get(self.key):
             self.arena.acquire(entry)
             return entry
-        # Raises a KeyError if the entry exists, because a cancelled lookup still writes to it.
+        # The entry may exist without an embedding, because a cancelled lookup still writes to it.
+        # `try_reserve` then raises a KeyError, upon which the arena tries again when the entry is
+        # complete or freed.
         return self.arena.try_reserve(self.key, self.spec)
 
     def undo(self, result: ArenaEntry) -> None:

@@ -308,8 +308,9 @@ class Engine:
         self._times.num_steps += 1
         self.pending.append((self.scheduler.step, batch, pending))
         self.gate.launched(batch, pending)
-        # A block is registered under its token ids. Chunks `from_device`, which are first in the
-        # batch, have tokens whose ids have not arrived, so `_postprocess` registers their blocks.
+        # A block is registered under its token ids. A chunk with `from_device` computes a token
+        # whose id is still on the device and unknown here, so `_postprocess` registers its blocks.
+        # These chunks come first in the batch.
         for chunk in reversed(batch.chunks):
             if chunk.from_device:
                 break
@@ -358,8 +359,9 @@ class Engine:
             if sequence.state is finished:
                 continue
             if count != chunk.limit:
-                # The scheduler has counted `limit` tokens as computed. (If the sequence was
-                # preempted meanwhile, it counts none.)
+                # A step may yield up to `limit` tokens for a sequence, and the scheduler has
+                # counted them all as computed. A sequence that was preempted meanwhile starts again
+                # from token 0, so there is nothing to correct.
                 if sequence.state is SequenceState.RUNNING:
                     sequence.num_computed_tokens -= chunk.limit - count
                 if count == 0:
@@ -387,7 +389,8 @@ class Engine:
                 self._finish(sequence, reason, event=event)
                 continue
             events.append(event)
-            # If these tokens or the token before them have filled a block, it can be registered.
+            # The step has computed the token before these tokens and these tokens but the last. If
+            # they have filled a block, its ids are known now, and the block can be registered.
             if len(sequence.token_ids) % block_size <= count:
                 self._blocks.register(sequence)
 

@@ -114,9 +114,9 @@ class ComputeStep(msgspec.Struct, array_like=True):
             arena, number of tokens of the image, index in the image of the run's first token.
         state_saves: `[C, 2]`, recurrent states to save: index in the step of the token after which
             the state is saved, slot of the checkpoint. None if no state is saved.
-        scored: `[P, 3]`, runs of prompt tokens for which the logprobs of the tokens that follow
-            each of them are wanted: index in the step of the run's first token, number n of tokens,
-            number m of most likely tokens to report at each place.
+        scored: `[P, 3]`, runs of prompt tokens. For each token of a run, the logprob of the token
+            that follows it is wanted. The columns are: index in the step of the run's first token,
+            number n of tokens, number m of most likely tokens to report at each place.
     """
 
     rows: Int64Array
@@ -254,6 +254,7 @@ class Runner(Protocol):
 
         If the call raises, part of the step may have run. The rows of the step's chunks are then
         undefined, so their sequences have to start again. The step's row starts and block updates
-        may not have been executed, so a later step has to repeat those of all other rows.
+        may be lost, also those of rows without a chunk in this step. A later step has to repeat
+        these.
         """
         ...

@@ -336,8 +336,8 @@ class DecoderFront(InputListener):
     # Events.
 
     def _dispatch(self, done: StepDone) -> None:
-        """Passes the results of a step on: tokens to gateways and mask processes, images that were
-        read to the arena, and counters to the metrics.
+        """Handles the results of a step: sends tokens to gateways and mask processes, releases the
+        memory of images that the engine has read, and updates the metrics.
         """
         self._masks.tokens_arrived(
             (event.sequence_id, event.token_ids)

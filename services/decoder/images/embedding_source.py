@@ -234,7 +234,8 @@ class EmbeddingSource:
                 timeout_s = progress.started_at + self.takeover_s - now
             else:
                 # Two kinds of news are needed: messages about this image, and messages that some
-                # image of the sequence is worked on. The kind that is older decides.
+                # image of the sequence is worked on. The time limit counts from the last message of
+                # one kind or the other, whichever came earlier.
                 last_report_at = min(progress.last_message_at, sequence.last_work_at)
                 timeout_s = last_report_at + self.standstill_s - now
                 if timeout_s <= 0:
@@ -258,7 +259,8 @@ class EmbeddingSource:
             # calls this sequence's encoder.
             if not joint.cancelled() and (error := joint.exception()) and called == address:
                 raise _copy_of(error, address)
-        progress.report(in_work=True)  # An embedding that has come is news for the others, too.
+        # That this embedding has come counts as news for the sequence's other images, too.
+        progress.report(in_work=True)
         if joined:
             self.store.hits.labels("joined").inc()
         return request

@@ -272,8 +272,8 @@ class Transformer(nn.Module):
         stream, last = Stream(residual), len(self.layers) - 1
         # Only the hidden states of `rows` are needed behind the last layer, so its MLP runs for
         # these tokens alone. There is one exception, in very shallow models: if DeepStack features
-        # are added after the last layer, it computes all tokens, because `visual` counts all
-        # tokens.
+        # are added after the last layer, its MLP runs for all tokens, because `visual` finds the
+        # tokens of images by their index among all T tokens.
         adds_last = visual is not None and visual.adds_after(last)
         for index, layer in enumerate(self.layers):
             stream = layer(stream, step, rows if index == last and not adds_last else None)

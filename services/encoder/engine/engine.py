@@ -263,8 +263,9 @@ class Engine:
             case Shutdown():
                 self._stopping = True
             case Ping():
-                # A reply tells the front that the engine works. While batches are on the device, it
-                # may hang, so there is no reply before one of them has ended.
+                # A reply tells the front that the engine works. While batches are on the device,
+                # the device may hang, so this ping gets no reply. The message at the end of the
+                # next batch tells the front that the engine works.
                 if not self._launched:
                     self._send(Pong())
             case CancelImage():

@@ -2,9 +2,9 @@
 
 Gateways call four of them. `Encode` makes an embedding available: it encodes an image or a pair of
 video frames, or stores an embedding that a client has computed itself. `Probe` stores a video's
-file and returns its number, rate and size of frames. `Upload` and `Download` store and return files
-that clients name in later requests. Decoders call `Fetch`, which sends them an embedding. A call
-that fails ends with an error of `services.common.errors`.
+file and returns how many frames the video has, their rate and their size. `Upload` and `Download`
+store and return files that clients name in later requests. Decoders call `Fetch`, which sends them
+an embedding. A call that fails ends with an error of `services.common.errors`.
 """
 
 import asyncio
@@ -199,8 +199,8 @@ class EncoderServicer(Servicer):
         self._metrics.fetched_bytes.inc(entry.spec.size_bytes)
 
     async def Probe(self, request: object, context: grpc.aio.ServicerContext) -> pb.ProbeResponse:
-        """Reads a video's number, rate and size of frames, and stores its file, from which later
-        `Encode` calls decode pairs of frames.
+        """Reads how many frames a video has, their rate and their size, and stores the video's
+        file, from which later `Encode` calls decode pairs of frames.
         """
         async with self._call("probe", context) as parent:
             with span("probe", parent) as current:
@@ -233,8 +233,8 @@ class EncoderServicer(Servicer):
         """Stores the file of a call, and returns its digest.
 
         The message is a local variable of this function and not of `Upload`, so that it is freed if
-        the call fails: `_fail` clears the variables of all functions that the error has left, but
-        `Upload` still runs then.
+        the call fails. `_fail` clears the local variables of the functions that have ended with the
+        error. `Upload` has not ended when `_fail` runs, so its variables are not cleared.
         """
         async with self.messages.read(context, pb.UploadRequest) as message:
             return await self._files.put(message.tenant, message.file)

@@ -188,7 +188,7 @@ class Choice:
     @property
     def _has_ended_early(self) -> bool:
         """True if the choice has ended although the decoder would go on: a stop string is complete,
-        or all tool calls that the request allows are.
+        or the answer already has all tool calls that the request allows.
         """
         is_done = self._parser is not None and self._parser.done
         return is_done or self.stops.matched is not None
@@ -260,8 +260,8 @@ class Choice:
         ]
         own = self._token(token_id)
         logprob = max(found.logprob, MIN_LOGPROB)
-        # With `logprob_token_ids`, `top_logprobs` has the ids that the request names instead of the
-        # most likely ones, and the generated token.
+        # With `logprob_token_ids`, `top_logprobs` has the generated token and the tokens that the
+        # request names, but not the most likely tokens.
         if self._request.logprob_token_ids and token_id not in found.top_token_ids:
             top.insert(0, TopLogprob(*own, logprob))
         return LogprobEntry(*own, logprob, top)

@@ -196,8 +196,9 @@ class DecoderPod(Pod):
         finally:
             call.cancel()
             # If the stream has broken, this task ends the writing task and marks the pod as
-            # unhealthy, because it cannot call `disconnect`, which waits for it. If `disconnect`
-            # has ended this task, `_tasks` is empty or has the tasks of a later stream.
+            # unhealthy itself. It cannot call `disconnect`, because `disconnect` waits for this
+            # task to end. If `disconnect` has ended this task, `_tasks` is empty or has the tasks
+            # of a later stream.
             if self._tasks and self._tasks[1] is asyncio.current_task():
                 self._tasks[0].cancel()
                 self._tasks = []

@@ -51,8 +51,8 @@ class Prompt:
         token_ids: int32 [num_tokens], token ids with expanded placeholders.
         positions: int32 [3, num_tokens], positions on the axes time, height and width. None if the
             prompt has no images and videos; the positions on each axis are then 0, 1, 2, …
-        position_delta: position of a generated token minus its index in the sequence. A generated
-            token has this one position on all three axes.
+        position_delta: position of a generated token minus its index in the sequence. The position
+            of a generated token is the same on all three axes.
         runs: the prompt's runs of placeholder tokens, in order. Each run is replaced by the
             embedding of one unit: an image or a pair of video frames. `Run.image` is the index of
             the image or video. Images are counted first, so with two images the first video is 2.
@@ -87,7 +87,7 @@ class PromptBuilder:
 
         Raises:
             InvalidRequest: the template refuses the messages.
-            ContextLengthExceeded: the text is longer than any `max_tokens` tokens can be.
+            ContextLengthExceeded: the text is so long that it cannot fit into `max_tokens` tokens.
         """
         self._tokenizer.check_length(conversation.text, max_tokens)
         ids: list[int] = []

@@ -128,8 +128,9 @@ class Attempts:
                     await self._submit(self._unfinished)
                     while self._sequences:
                         # No local variable holds the messages. A failure that is raised below has a
-                        # traceback, which refers to this frame. If the frame referred to the
-                        # failure's message, the cycle would stay until the garbage collector runs.
+                        # traceback, which refers to this frame and its variables. A variable with
+                        # the message that holds the failure would close a cycle, and only the
+                        # garbage collector frees a cycle.
                         events, failure = self._read(await self._mailbox.take(), has_started)
                         if events:
                             has_started = True
@@ -337,8 +338,9 @@ class Attempts:
         for message in messages:
             if not isinstance(message, TokenEvent):
                 # `Overloaded` means that the client reads too slowly. All other failures are failed
-                # encode calls. They do not matter once the decoder has sent events: it then has all
-                # embeddings, and found this one in its own memory or in Redis.
+                # encode calls. They do not matter once the decoder has sent events: it then has the
+                # embeddings of all images, also of the image whose call failed, because it found
+                # that embedding in its own memory or in Redis.
                 if isinstance(message, Overloaded) or not (has_started or events):
                     return events, message
                 continue

@@ -28,9 +28,9 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     """One sequence's part of a step: its tokens [start, start + length) are computed.
 
     Attributes:
-        sequence: the sequence. It has a row, and blocks for start + length - 1 + limit tokens,
-            which are in the cache afterwards. The last token that the step yields needs no place
-            yet, because the next step computes its keys and values.
+        sequence: the sequence. It has a row, and blocks for all tokens that can be in the cache
+            after the step: start + length tokens, and the tokens that the step yields except the
+            last (limit - 1). The next step computes the keys and values of the last one.
         start: number of the sequence's tokens whose keys and values are in the cache already. If
             steps in flight may yield fewer tokens than planned, it is an upper bound.
         length: number of tokens to compute now, at least 1.
@@ -42,8 +42,8 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
         checkpoints: recurrent states to save, as pairs (n, slot). The state after the sequence's
             first n tokens is copied to the slot.
         is_late: True if the sequence's token mask has not arrived when the step is launched.
-        is_void: True if the mask had not arrived either when the step was sampled. The sequence
-            then gets no token from this step.
+        is_void: True if the mask was still missing when the step was sampled. The sequence then
+            gets no token from this step.
     """
 
     sequence: Sequence

@@ -190,8 +190,9 @@ class Prefills:
         """
         start = sequence.num_computed_tokens
         end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
-        # Sequences that were just admitted start from checkpoints of recurrent states. `plan` must
-        # not give the slots of these checkpoints to others.
+        # Sequences that were just admitted start from checkpoints of recurrent states.
+        # `states.plan` gets `admitted`, so that it does not give the slots of these checkpoints to
+        # others.
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)
         length = end - start
         samples = end == len(sequence.token_ids)
@@ -240,8 +241,8 @@ class Prefills:
         return not self.waiting.has_free_row or self._refused == self._fitting_state(head)
 
     def _fitting_state(self, head: Sequence) -> tuple[int, int, int]:
-        """Returns the values on which it depends whether the blocks of the head fit: the head, the
-        number of free blocks, and the number of registrations, because a newly registered block may
+        """Returns the values that decide whether the blocks of the head fit: the head, the number
+        of free blocks, and the number of registrations, because a newly registered block may
         make the head's cached prefix longer.
         """
         return head.sequence_id, self._blocks.num_free, self._blocks.num_registrations

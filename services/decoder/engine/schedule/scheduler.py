@@ -33,7 +33,7 @@ awaiting waits again; a waiting sequence may be parked; and a sequence can finis
 A step may yield up to `max_tokens_per_step` tokens for a sequence. If that is more than one, the
 host does not know how many tokens a step in flight yields. The plan assumes the largest number: the
 sequence gets blocks for that many tokens, and `num_computed_tokens` is corrected when fewer arrive.
-A sequence is not planned if a token in flight may be its last.
+A sequence is not planned if the tokens in flight may bring it to its maximum length.
 
 Any sequence with a row can be preempted: it loses row and blocks, and later computes all tokens
 again. If its images have been released by then, the front has to obtain them again, unless the

@@ -33,8 +33,9 @@ class StepBudget:
         least = min(max_tokens, load.tokens + factor * cost.min_chunk)
         whole = Limit(factor * cost.bound(step_ms), max_tokens, least)
         # `exceeds_step` compares a prompt with the longest chunk that the time and the tokens of
-        # the step allow. Beyond `efficient_tokens` tokens in a step, each token takes longer, so
-        # steps have no more; but this cap is no reason to treat a prompt as long.
+        # the step allow. A step usually gets at most `efficient_tokens` tokens, because each token
+        # takes longer beyond that. This cap is set only after `_longest_chunk`, so that a prompt
+        # does not count as long because of the cap.
         self._longest_chunk = cost.fitting_tokens(load, 0, whole)
         if not alone:
             whole = whole._replace(tokens=min(max_tokens, cost.efficient_tokens))
