@@ -208,9 +208,7 @@ async def test_killers_end_nothing_but_their_requests(decoder):
             await ask(gateway, number, grammar(kind, task.text))
         for number in range(1, len(KILLERS) + 1):
             _, end = await told(gateway, number)
-            # On a busy machine, the last of them wait for the CPU time of the others.
-            assert end.code in ("invalid_grammar", "overloaded"), end
-        assert gateway.ends[1].code == "invalid_grammar"
+            assert end.code == "invalid_grammar", end
         ids, end = await answer(gateway, 50, grammar("JSON_SCHEMA", SCHEMA))
         jsonschema.validate(json.loads(text_of(ids)), SCHEMA)
         assert (await gateway.end(99)).reason == pb.Finished.REASON_LENGTH
