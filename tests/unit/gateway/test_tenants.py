@@ -96,7 +96,7 @@ def test_the_file_is_read_again_and_a_bad_one_changes_nothing(
     assert keyring.identify(b"Bearer two") is not None
     clock.now += 2
     assert keyring.identify(b"Bearer two") is not None
-    assert len([r for r in caplog.records if "before stays" in r.message]) == 1
+    assert len([r for r in caplog.records if "previous content stays in use" in r.message]) == 1
 
 
 @pytest.mark.parametrize(
