@@ -19,9 +19,8 @@ from services.common.embeddings.shared_task import SharedTask
 from services.common.errors import InvalidRequest, InvalidVideo, Overloaded, VideoNotHeld
 from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.common.tenancy.tenant_capacity import TenantCapacity
-from services.encoder.decoding.clips.clip_pool import DecoderLost
-from services.encoder.decoding.clips.questions import Facts
 from services.encoder.decoding.source import Video
+from services.encoder.decoding.tasks import DecoderLost, Facts
 from services.encoder.front.admission import Share
 from services.encoder.front.file_copier import FileCopier
 from services.encoder.front.probe_queue import ProbeQueue
@@ -154,9 +153,8 @@ class VideoStore:
         return found
 
     def close(self) -> None:
-        """Drops all files and ends the processes."""
+        """Drops all files."""
         self._copier.close()
-        self._probes.close()
         for stored in self._stored.values():
             os.close(stored.file.fd)
         self._stored.clear()
