@@ -39,7 +39,6 @@ from services.common.nn.dummy_weights import load_dummy
 from services.common.process.channel import EngineChannel, create_socket_pair
 from services.encoder.decoding.preprocess import Preprocessor
 from services.encoder.engine.engine import Engine
-from services.encoder.engine.front_link import FrontLink
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, TowerGraphs, buckets
 from services.encoder.engine.messages import (
     EncodeImage,
@@ -50,14 +49,12 @@ from services.encoder.engine.messages import (
     Shutdown,
     Source,
 )
-from services.encoder.engine.prober import Prober
 from services.encoder.engine.runner import Runner
 from services.encoder.engine_main import (
     MAX_BATCH_PATCHES,
-    create_media_pool,
+    create_decoders,
     create_ops,
     load_model,
-    num_preprocessing_threads,
     prepare_device,
     warm_up,
 )
@@ -283,18 +280,15 @@ class EngineBench:
         arena = mmap.mmap(-1, self._slots * self._slot_bytes)
         self.runner = Runner(bench.model, bench.device, bench.dtype, arena)
         geometry = bench.geometry
-        num_threads = num_preprocessing_threads()
-        self._media = create_media_pool(num_threads)
-        preprocessor = Preprocessor(geometry, self._media, bench.device.type == "cuda")
+        self._decoders = create_decoders()
+        preprocessor = Preprocessor(geometry, self._decoders, bench.device.type == "cuda")
         warm_up(preprocessor, geometry)
         self.runner.warm_up(MAX_BATCH_PATCHES)
         self._ends = create_socket_pair()
         self._front: EngineChannel[EngineMessage] = EngineChannel(self._ends[0], EngineMessage)
-        link = FrontLink(EngineChannel(self._ends[1], FrontMessage))
-        self._prober = Prober(self._media, link)
         self._engine = Engine(
-            link, self.runner, preprocessor, self._prober,
-            max_batch_patches=MAX_BATCH_PATCHES, workers=num_threads,
+            EngineChannel(self._ends[1], FrontMessage), self.runner, preprocessor,
+            max_batch_patches=MAX_BATCH_PATCHES, workers=self._decoders.num_workers,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._engine.run)
         self._thread.start()
@@ -331,8 +325,7 @@ class EngineBench:
                 thread.join()
         for end in self._ends:
             end.close()
-        self._prober.close()
-        self._media.close()
+        self._decoders.close()
 
 
 def measure_engine(bench: Bench, side: int, in_flight: int, count: int) -> None:

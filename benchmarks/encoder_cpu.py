@@ -65,7 +65,7 @@ class Process:
     """A process of the encoder.
 
     Attributes:
-        name: "front", "engine", or "media worker" for a process below the engine.
+        name: "front", "engine", or "decode worker" for a child of either.
         pid: process id.
     """
 
@@ -251,7 +251,7 @@ def report(
         f"{'process':<15}{'pid':>8}{'cpu s/s':>9}{'user':>8}{'system':>8}{'ms/image':>10}"
         f"{'RSS MiB':>9}{'PSS MiB':>9}{'shared':>8}"
     )
-    for name in ("front", "engine", "media worker"):
+    for name in ("front", "engine", "decode worker"):
         for process in processes:
             if process.name == name:
                 yield _process_line(process, usage, memory[process.pid])
@@ -263,7 +263,7 @@ def report(
     yield ""
     yield f"{'thread of':<15}{'tid':>8}{'cpu s/s':>9}{'user':>8}{'system':>8}{'ms/image':>10}  name"
     for process in processes:
-        if process.name == "media worker":
+        if process.name == "decode worker":
             continue
         rest = usage.of_process(process.pid)
         for thread, time_used in usage.of_threads(process.pid).items():
@@ -290,7 +290,7 @@ def _line(name: str, number: int | str, used: CpuTime, images_per_s: float) -> s
 
 
 def find_processes() -> list[Process]:
-    """Finds the fronts and engines of all encoders on this machine, with their media workers.
+    """Finds the fronts and engines of all encoders on this machine, with their children.
 
     Raises:
         ValueError: no encoder runs here.
@@ -307,7 +307,7 @@ def find_processes() -> list[Process]:
 
 
 def named_processes(pids: str) -> list[Process]:
-    """Returns the processes of `--pids FRONT,ENGINE`, with their media workers.
+    """Returns the processes of `--pids FRONT,ENGINE`, with their children.
 
     Raises:
         ValueError: the argument does not have two numbers, or a process does not exist.
@@ -323,10 +323,9 @@ def named_processes(pids: str) -> list[Process]:
 
 
 def _encoder(front: int, engine: int) -> list[Process]:
-    servers = [pid for pid in _pids() if _parent(pid) == engine]  # which fork the workers
-    workers = [pid for pid in _pids() if _parent(pid) in servers]
+    children = [pid for pid in _pids() if _parent(pid) in (front, engine) and pid != engine]
     own = [Process("front", front), Process("engine", engine)]
-    return own + [Process("media worker", pid) for pid in servers + workers]
+    return own + [Process("decode worker", pid) for pid in children]
 
 
 def read_cpu_times(processes: Sequence[Process]) -> Reading:

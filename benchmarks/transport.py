@@ -38,6 +38,7 @@ from services.common.security.rpc_credentials import PeerCheck
 from services.common.transport.rpc import create_channel
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.known_encoders import KnownEncoders
+from services.encoder.decoding.clips.clip_pool import ClipPool
 from services.encoder.engine.messages import (
     EncodeImage,
     EngineMessage,
@@ -132,7 +133,7 @@ async def serve(num_tokens: int, link: Link) -> None:
         description,
         embeddings,
         metrics,
-        VideoStore(ProbeQueue(client, 1), max_bytes=1 << 20),
+        VideoStore(ProbeQueue(ClipPool(1, memory_bytes=0), 1), max_bytes=1 << 20),
         ClientEmbeddings(embeddings),
         UploadedFiles(None),
         takes_videos=False,

@@ -19,7 +19,7 @@ from services.common.errors import InvalidImage
 from services.common.images.image_header import ImageHeader, read_header
 from services.common.process.work_limits import SLACK_BYTES
 from services.encoder.decoding.decode import worst_case_bytes
-from services.encoder.decoding.media_pool import MediaPool
+from services.encoder.decoding.decode_pool import DecodePool
 from tests.worker_pids import worker_pids
 
 MAX_CASE_S, MAX_CASE_BYTES = 0.05, 64 << 20
@@ -120,9 +120,8 @@ def run(num_cases: int, num_decoded: int, first: int = 0) -> dict[str, float]:
     files = seeds()
     found: dict[str, float] = {"read": 0, "refused": 0, "decoded": 0, "damaged": 0, "longest": 0.0}
     found |= {"most": 0, "most_decoding": 0}
-    pool = MediaPool(1, image_bytes=1 << 30, video_bytes=0)
-    with pool.still(files[0], read_header(files[0], max_source_pixels=_MAX_PIXELS)):
-        pids = worker_pids(pool)
+    pool = DecodePool(1, memory_bytes=1 << 30)
+    pids = worker_pids(pool)
     mine, decoders = Peak(), Peak(pids[0])
     try:
         for number in range(first, first + num_cases):
@@ -142,7 +141,7 @@ def run(num_cases: int, num_decoded: int, first: int = 0) -> dict[str, float]:
                     continue
                 decoders.reset()
                 try:
-                    with pool.still(data, header) as pixels:
+                    with pool.decoded(data, header) as pixels:
                         assert pixels.shape == (*header.upright_size, 3)
                     found["decoded"] += 1
                 except InvalidImage:

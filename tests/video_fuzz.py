@@ -2,25 +2,22 @@
 
     python -m tests.video_fuzz --cases 100000
 
-Each case is probed in a worker process of its own, and two frames of what it takes for a video are
-decoded, within a video's own limits of time and memory. The seed of a case is its number: a failure
-prints it. A worker that a case ends is counted.
+Each case is probed in a worker process, and two frames of what it takes for a video are decoded,
+within a video's own limits of time and memory. The seed of a case is its number: a failure prints
+it. A decoder that a case ends is counted, and its place taken by another.
 """
 
 import argparse
 import os
 import time
 
-import msgspec
-
 from services.common.embeddings.shared_memory import MemoryAddress, create_memory
+from services.common.errors import InvalidVideo
 from services.common.process.work_limits import SLACK_BYTES
-from services.encoder.decoding.child import Child, ChildLost
-from services.encoder.decoding.fork_server import ForkServer
-from services.encoder.decoding.media_pool import DEFAULT_LIMITS, PROBE_BYTES
-from services.encoder.decoding.tasks import MAX_FRAME_PIXELS, FramesTask, ProbeTask, Result
+from services.encoder.decoding.clips.clip_pool import PROBE_BYTES, ClipPool
 from tests.image_fuzz import Peak, mutated
 from tests.videos import KINDS, av1, make
+from tests.worker_pids import worker_pids
 
 MAX_CASE_S = 5.0
 _TOKENS = (
@@ -46,65 +43,66 @@ def run(num_cases: int, first: int = 0) -> dict[str, float]:
     """Runs cases; raises for one that neither decodes nor is refused.
 
     Returns:
-        Counts, of workers ended, too; the longest wall time of a case in seconds and the most
-        memory of a worker in bytes.
+        Counts, of decoders ended, too; the longest wall time of a case in seconds and the most
+        memory of a decoder in bytes.
     """
     files = seeds()
     found: dict[str, float] = {"refused": 0, "decoded": 0, "damaged": 0, "ended": 0, "longest": 0.0}
     found["most"] = 0
-    server = ForkServer("services.encoder.decoding.media_worker")
+    pool = ClipPool(1, memory_bytes=0)
+    _try(pool, files[0], found)
+    found["decoded"] = 0
+    (pid,) = worker_pids(pool)
+    peak = Peak(pid)
     try:
         for number in range(first, first + num_cases):
-            worker = Child(server, 2 * 3 * MAX_FRAME_PIXELS)
-            peak = Peak(worker.pid)
             try:
                 peak.reset()
                 started = time.monotonic()
                 data = mutated(files, number, _TOKENS, head=1024) or b"\0"
-                _try(worker, data, found)
+                _try(pool, data, found)
                 taken = time.monotonic() - started
+                if worker_pids(pool) != [pid]:
+                    found["ended"] += 1
+                    print(f"case {number} ended its decoder", flush=True)
+                    (pid,) = worker_pids(pool)
+                    _try(pool, files[0], {"decoded": 0})
+                    peak = Peak(pid)
+                    continue
                 assert taken <= MAX_CASE_S, f"{taken:.1f} s"
                 risen = peak.risen_bytes()
                 assert risen <= PROBE_BYTES + SLACK_BYTES, f"{risen} bytes"
                 found["longest"] = max(found["longest"], taken)
                 found["most"] = max(found["most"], risen)
-            except ChildLost as lost:
-                found["ended"] += 1
-                print(f"case {number} ended its worker: {lost}", flush=True)
             except Exception as error:
                 raise AssertionError(f"case {number}: {error}") from error
-            finally:
-                worker.close()
     finally:
-        server.close()
+        pool.close()
     return found
 
 
-def _try(worker: Child, data: bytes, found: dict[str, float]) -> None:
+def _try(pool: ClipPool, data: bytes, found: dict[str, float]) -> None:
     fd, name = create_memory(len(data))
     os.pwrite(fd, data, 0)
     file = MemoryAddress(os.getpid(), fd, name, len(data))
     try:
-        facts = _result(worker, ProbeTask(file, PROBE_BYTES, DEFAULT_LIMITS.probe_cpu_s)).facts
-        if facts is None:
+        try:
+            facts = pool.probe(file)
+        except InvalidVideo:
             found["refused"] += 1
             return
         assert facts.num_frames >= 1 and facts.height > 0 and facts.width > 0
         assert 0 <= facts.rate < float("inf") and 0 <= facts.duration_s < float("inf")
         assert len(facts.frame_digests) == 16 * facts.num_frames
-        memory_bytes = DEFAULT_LIMITS.video_bytes(facts.height * facts.width)
-        indices = 0, facts.num_frames - 1
-        task = FramesTask(file, indices, memory_bytes, DEFAULT_LIMITS.frames_cpu_s)
-        found["decoded" if _result(worker, task).sizes else "damaged"] += 1
+        try:
+            size = facts.height, facts.width
+            with pool.frames(file, size, (0, facts.num_frames - 1)) as frames:
+                assert all(pixels.ndim == 3 for pixels in frames)
+            found["decoded"] += 1
+        except InvalidVideo:
+            found["damaged"] += 1
     finally:
         os.close(fd)
-
-
-def _result(worker: Child, task: ProbeTask | FramesTask) -> Result:
-    answer = worker.ask(msgspec.msgpack.encode(task), b"", cpu_s=task.cpu_s)
-    result = msgspec.msgpack.decode(answer, type=Result)
-    assert result.error_code in ("", "invalid_video"), result
-    return result
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""The processes of the encoder's pool, which tests count and kill."""
+"""The processes of the encoder's pools, which tests count and kill."""
 
-from services.encoder.decoding.media_pool import MediaPool
+from services.encoder.decoding.clips.clip_pool import ClipPool
+from services.encoder.decoding.decode_pool import DecodePool
 
 
-def worker_pids(pool: MediaPool) -> list[int]:
-    """Returns the process ids of a pool's workers, in the order of their start."""
+def worker_pids(pool: ClipPool | DecodePool) -> list[int]:
+    """Returns the process ids of a pool's workers."""
     return [worker.pid for worker in pool.workers]

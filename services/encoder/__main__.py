@@ -26,7 +26,7 @@ from services.common.process.service_process import (
 )
 from services.common.security.credentials import Credentials
 from services.common.transport.rpc import PROTOCOL, Server
-from services.encoder.decoding.tasks import MAX_PROBES
+from services.encoder.decoding.clips.clip_pool import PROBE_BYTES, ClipPool
 from services.encoder.engine.messages import EngineMessage, EngineReady, Shutdown
 from services.encoder.front.admission import Admission
 from services.encoder.front.client_embeddings import ClientEmbeddings
@@ -51,6 +51,7 @@ _MAX_IMAGE_PATCHES = 1 << 20  # before merging
 _MAX_QUEUED_PATCHES = 1 << 21  # refused at once beyond; a clip of a minute has 48,000
 # Bytes of the stored files of videos: a sixteenth of the pod's memory.
 _VIDEO_SHARE, _MAX_VIDEO_BYTES = 16, 512 << 20
+_PROBES = 2  # videos whose containers are read at a time
 _WRITES_GRACE_S = 2.0
 _FAILED_CALLS_GRACE_S = 2.0  # for calls whose error is on its way when the engine has died
 
@@ -122,8 +123,8 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
             sources=sources,
         )
         max_stored = memory_limit_bytes() // _VIDEO_SHARE
-        probes = ProbeQueue(client, MAX_PROBES)
-        videos = VideoStore(probes, min(_MAX_VIDEO_BYTES, max_stored))
+        pool = ClipPool(_PROBES, memory_bytes=_PROBES * PROBE_BYTES)
+        videos = VideoStore(ProbeQueue(pool, _PROBES), min(_MAX_VIDEO_BYTES, max_stored))
         client_embeddings = ClientEmbeddings(embeddings)
         files = UploadedFiles(cache, min(MAX_BYTES, max_stored))
         servicer = EncoderServicer(

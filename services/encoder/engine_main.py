@@ -37,13 +37,12 @@ from services.common.process.process_memory import freeze_gc
 from services.common.process.progress import log_progress
 from services.common.settings import SettingsError, omp_num_threads
 from services.common.telemetry import setup_logging
-from services.encoder.decoding.media_pool import MediaPool
+from services.encoder.decoding.clips.clip_pool import ClipPool
+from services.encoder.decoding.decode_pool import DecodePool
 from services.encoder.decoding.preprocess import Preprocessor
 from services.encoder.decoding.source import Source
 from services.encoder.engine.engine import Engine
-from services.encoder.engine.front_link import FrontLink
 from services.encoder.engine.messages import EngineReady, FrontMessage
-from services.encoder.engine.prober import Prober
 from services.encoder.engine.runner import Runner
 from services.encoder.models import create_tower
 from services.encoder.operations.ops import Ops
@@ -91,24 +90,25 @@ def main() -> int:
 
 def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     start = time.monotonic()
-    link = FrontLink(EngineChannel[FrontMessage](end.end, FrontMessage))
+    channel = EngineChannel[FrontMessage](end.end, FrontMessage)
     spec = read_spec(settings.model)
     vision = spec.vision_part
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
     dtype_name = str(dtype).removeprefix("torch.")
     prepare_device(device, settings)
-    num_threads = num_preprocessing_threads()
-    media = create_media_pool(num_threads)  # the fork server imports its libraries meanwhile
     model, weights = load_model(spec, settings, device, dtype)
     shares_device = settings.memory_fraction < _MEMORY_FRACTION_OF_SOLE_USER
     runner = Runner(model, device, dtype, end.arena, shares_device=shares_device)
-    preprocessor = create_preprocessor(vision, media, device)
+    decoders = create_decoders()
+    # The videos of a single tenant leave one thread to other tenants and to images.
+    num_threads = decoders.num_workers + 1
+    preprocessor = create_preprocessor(vision, decoders, device, num_threads)
     log_progress("kernels")
     warm_up(preprocessor, vision.geometry)
     runner.warm_up(MAX_BATCH_PATCHES, takes_videos=vision.video is not None)
     model.ops.table.log_rows()  # after the warm-up, which may have dropped some implementations
-    link.send(
+    channel.send(
         EngineReady(
             model_name=spec.name,
             dtype=dtype_name,
@@ -126,10 +126,9 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     freeze_gc()
     log.info("ready on %s in %.1f s", device, time.monotonic() - start)
     Engine(
-        link,
+        channel,
         runner,
         preprocessor,
-        Prober(media, link),
         max_batch_patches=batch_budget(device),
         workers=num_threads,
     ).run()
@@ -155,34 +154,32 @@ def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
         torch.set_num_threads(min(torch.get_num_threads(), num_cpus()))
 
 
-def num_preprocessing_threads() -> int:
-    """Returns the number of threads that decode and resize: one for each CPU of the pod, but at
-    least two, because small images would otherwise wait for a large image, and one more, because
-    the videos of a single tenant leave one thread to other tenants and to images.
+def create_decoders() -> DecodePool:
+    """Starts the processes that decode images: one for each CPU of the pod, and at least two,
+    because small images would otherwise wait for a large image. The processes may use a quarter of
+    the pod's memory.
     """
-    return max(2, min(omp_num_threads() or num_cpus(), _MAX_DECODERS)) + 1
+    num_workers = max(2, min(omp_num_threads() or num_cpus(), _MAX_DECODERS))
+    return DecodePool(num_workers, memory_bytes=memory_limit_bytes() // 4)
 
 
-def create_media_pool(num_threads: int) -> MediaPool:
-    """Starts the processes that decode images and videos. As many videos may be open as there are
-    threads. Images and videos may use a quarter of the pod's memory each.
-    """
-    quarter = memory_limit_bytes() // 4
-    return MediaPool(num_threads, image_bytes=quarter, video_bytes=quarter)
-
-
-def create_preprocessor(vision: VisionSpec, media: MediaPool, device: torch.device) -> Preprocessor:
+def create_preprocessor(
+    vision: VisionSpec, decoders: DecodePool, device: torch.device, max_video_decoders: int
+) -> Preprocessor:
     """Creates the preprocessor of a model.
 
     Args:
         vision: the model's vision part.
-        media: processes that decode images and videos.
+        decoders: processes that decode images.
         device: device that the pixels are copied to.
+        max_video_decoders: most processes that decode videos, if the model takes videos. They may
+            use another quarter of the pod's memory.
     """
     pinned = device.type == "cuda"
     if vision.video is None:
-        return Preprocessor(vision.geometry, media, pinned)
-    return Preprocessor(vision.geometry, media, pinned, vision.video.resample)
+        return Preprocessor(vision.geometry, decoders, pinned)
+    clips = ClipPool(max_video_decoders, memory_bytes=memory_limit_bytes() // 4)
+    return Preprocessor(vision.geometry, decoders, pinned, clips, vision.video.resample)
 
 
 def create_ops(

@@ -1,10 +1,10 @@
 """A real encoder front on a real port, with an engine that a test steps by hand."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import grpc.aio
 import numpy as np
@@ -20,7 +20,7 @@ from services.common.pb import encoder_pb2 as pb
 from services.common.process.channel import ChannelClosed
 from services.common.process.service_process import create_service_server
 from services.common.transport.rpc import create_channel, outgoing_metadata
-from services.encoder.decoding.media_pool import MediaPool
+from services.encoder.decoding.clips.clip_pool import ClipPool
 from services.encoder.engine.messages import (
     CancelImage,
     EncodeImage,
@@ -29,10 +29,8 @@ from services.encoder.engine.messages import (
     FrontMessage,
     ImageDone,
     PlaceImage,
-    ProbeVideo,
     StageTimes,
 )
-from services.encoder.engine.prober import answer
 from services.encoder.front.admission import Admission
 from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings
@@ -81,7 +79,6 @@ class FakeEngine:
         self.late_errors: dict[bytes, tuple[str, str]] = {}
         self._out: asyncio.Queue[EngineMessage | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._media: MediaPool | None = None  # started by the first video
 
     async def receive(self) -> EngineMessage:
         message = await self._out.get()
@@ -97,9 +94,9 @@ class FakeEngine:
                 case PlaceImage():
                     job = self.waiting.pop(message.job_id)
                     self.jobs.append(job)
-                    self._start(self._encode(job, message.arena_offset))
-                case ProbeVideo():
-                    self._start(self._probe(message))
+                    task = asyncio.create_task(self._encode(job, message.arena_offset))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
                 case CancelImage() if message.job_id not in self.ended:
                     if self.waiting.pop(message.job_id, None) is None:
                         self.cancelled.add(message.job_id)
@@ -109,20 +106,6 @@ class FakeEngine:
 
     def die(self) -> None:
         self._out.put_nowait(None)
-
-    async def close(self) -> None:
-        if self._media is not None:
-            await asyncio.to_thread(self._media.close)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _probe(self, message: ProbeVideo) -> None:
-        if self._media is None:
-            self._media = MediaPool(1, image_bytes=0, video_bytes=0)
-        self._out.put_nowait(await asyncio.to_thread(answer, self._media, message))
 
     async def _encode(self, job: EncodeImage, arena_offset: int) -> None:
         await self.gate.wait()
@@ -235,7 +218,7 @@ async def run_pod(
     redis_timeout_s: float = PATIENCE_S,
     max_read_bytes: int = 256 << 20,
     takes_videos: bool = True,
-    clips: FakeClips | None = None,
+    clips: ClipPool | FakeClips | None = None,
     max_probes: int = 1,
     report_s: float = 2.0,
     max_sources_bytes: int = 256 << 20,
@@ -262,8 +245,8 @@ async def run_pod(
         model_name="tiny", key_prefix=PREFIX, dtype=DTYPES[LIKE.dtype],
         num_features=LIKE.num_features, hidden=LIKE.hidden, max_image_patches=max_image_patches,
     )  # fmt: skip
-    prober = cast("EngineClient", clips or client)
-    videos = VideoStore(ProbeQueue(prober, max_probes), max_bytes=1 << 30)
+    pool = cast("ClipPool", clips or ClipPool(1, memory_bytes=0))
+    videos = VideoStore(ProbeQueue(pool, max_probes), max_bytes=1 << 30)
     client_embeddings = ClientEmbeddings(embeddings)
     servicer = EncoderServicer(
         description, embeddings, metrics, videos, client_embeddings, files or UploadedFiles(cache),
@@ -297,7 +280,6 @@ async def run_pod(
         await store.close()
         engine.die()
         await running
-        await engine.close()
         if cache is not None:
             await cache.close()
         await asyncio.sleep(0)

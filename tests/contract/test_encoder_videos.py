@@ -14,6 +14,7 @@ from services.common.transport.rpc import outgoing_metadata
 from tests.contract.encoder_pod import PREFIX, Pod, run_pod
 from tests.contract.test_encoder_service import failure
 from tests.fake_clips import FakeClips
+from tests.noise import PATIENCE_S
 from tests.videos import make
 
 GRID = pb.Grid(t=1, h=8, w=8)
@@ -108,15 +109,20 @@ async def test_a_model_without_videos_refuses_them() -> None:
         assert isinstance(await failure(pod.stub.Encode(request)), errors.InvalidVideo)
 
 
+async def begun(clips: FakeClips) -> bytes:
+    """The file whose reading begins next."""
+    return await asyncio.to_thread(clips.begun.get, timeout=PATIENCE_S)
+
+
 async def test_a_tenants_probe_waits_for_no_other_tenants() -> None:
     clips = FakeClips(waits=True)
     async with run_pod(clips=clips, max_probes=2) as pod:
         files = [b"crowd %d" % number for number in range(12)]
         crowd = [asyncio.create_task(probe(pod, video=file, tenant="crowd")) for file in files]
-        assert await clips.next_begun() in files
+        assert await begun(clips) in files
         clips.finish(b"guest")
         assert (await probe(pod, video=b"guest", tenant="guest", tenant_weight=2.0)).num_frames == 2
-        assert await clips.next_begun() == b"guest" and not any(call.done() for call in crowd)
+        assert await begun(clips) == b"guest" and not any(call.done() for call in crowd)
         for file in files:
             clips.finish(file)
         await asyncio.gather(*crowd)
@@ -127,7 +133,7 @@ async def test_videos_that_wait_refuse_no_image() -> None:
     clips, large = FakeClips(waits=True), bytes(100_000)
     async with run_pod(clips=clips, max_read_bytes=150_000) as pod:
         call = asyncio.create_task(probe(pod, video=large, tenant="crowd"))
-        assert await clips.next_begun() == large
+        assert await begun(clips) == large
         assert await pod.encode(bytes(100_000), grid=(1, 8, 8))
         clips.finish(large)
         assert (await call).num_frames == 2

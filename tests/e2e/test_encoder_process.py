@@ -193,7 +193,7 @@ async def test_images_of_many_sizes_at_once(model_dir: Path) -> None:
 async def test_a_video_is_encoded_by_pairs_of_frames_until_the_engine_dies(model_dir: Path) -> None:
     """The file travels once; a unit that is known is not encoded again, whatever file it is of."""
     from tests.e2e.tiny_tower import expected_pair
-    from tests.in_process_media import frame_pixels
+    from tests.in_process_clips import frame_pixels
     from tests.videos import make
 
     options = {"lag-in-frames": "0", "auto-alt-ref": "0"}

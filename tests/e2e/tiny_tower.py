@@ -21,7 +21,7 @@ from services.common.nn.weights import load_weights
 from services.encoder.decoding.preprocess import resize
 from services.encoder.models.qwen3_vl import VisionTower
 from tests.image_processor import write_image_processor, write_video_processor
-from tests.in_process_media import preprocess
+from tests.in_process_decoder import preprocess
 from tests.tower import cpu_ops, pack_patches
 
 CONFIG = {

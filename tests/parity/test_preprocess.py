@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 from services.common.geometry import Geometry
 from services.encoder.decoding.preprocess import resize
-from tests.in_process_media import preprocess
+from tests.in_process_decoder import preprocess
 from tests.tower import pack_patches
 
 LIMITS = {

@@ -29,7 +29,8 @@ from services.common.nn.weights import load_weights
 from services.encoder.decoding.preprocess import Preprocessor
 from services.encoder.decoding.source import Source, Video
 from services.encoder.models import qwen3_vl
-from tests.in_process_media import InProcessMedia, frame_pixels
+from tests.in_process_clips import InProcessClips, frame_pixels
+from tests.in_process_decoder import InProcessDecoders
 from tests.tower import cpu_ops
 from tests.videos import make
 
@@ -50,8 +51,9 @@ OPS = cpu_ops(TOWER)
 def preprocessor(max_copied_bytes: int = 16 << 20, **files: bytes) -> Preprocessor:
     return Preprocessor(
         Geometry(0, 16, 2, 1024, 1 << 24),
-        InProcessMedia(**files),  # type: ignore[arg-type]
+        InProcessDecoders(),  # type: ignore[arg-type]
         pinned=False,
+        video_decoders=InProcessClips(**files),  # type: ignore[arg-type]
         max_copied_bytes=max_copied_bytes,
     )
 
@@ -84,7 +86,7 @@ def test_pixel_values_of_a_video_are_equal(size, indices) -> None:
     upright = frames[0].shape[:2]
     units = PAIRS.units(indices, upright)
     assert [(len(units), *units[0].grid[1:])] == [tuple(row) for row in grid.tolist()]
-    source = Source(video=Video(InProcessMedia.address("clip"), upright))
+    source = Source(video=Video(InProcessClips.address("clip"), upright))
     assert torch.equal(ours(preprocessor(clip=data), source, units), expected)
 
 
@@ -92,7 +94,7 @@ def test_pixel_values_of_a_video_are_equal(size, indices) -> None:
 def test_formats_that_are_converted(kind: str) -> None:
     data = make(kind, frames=4, size=(96, 64))
     frames = frame_pixels(data, (0, 1, 2, 3))
-    source = Source(video=Video(InProcessMedia.address("clip"), (96, 64)))
+    source = Source(video=Video(InProcessClips.address("clip"), (96, 64)))
     units = PAIRS.units(range(4), (96, 64))
     assert torch.equal(ours(preprocessor(clip=data), source, units), theirs(frames)[0])
 
@@ -102,13 +104,13 @@ def test_a_rotated_video_is_upright() -> None:
     frames = frame_pixels(data, (0, 1, 2, 3))
     assert frames[0].shape == (96, 64, 3)
     units = PAIRS.units(range(4), (96, 64))
-    source = Source(video=Video(InProcessMedia.address("clip"), (96, 64)))
+    source = Source(video=Video(InProcessClips.address("clip"), (96, 64)))
     assert torch.equal(ours(preprocessor(clip=data), source, units), theirs(frames)[0])
 
 
 @pytest.mark.parametrize("size", [(96, 64), (180, 320)], ids=str)
 def test_large_frames_are_resized_in_their_decoder_s_memory(size: tuple[int, int]) -> None:
-    video = Video(InProcessMedia.address("clip"), size)
+    video = Video(InProcessClips.address("clip"), size)
     (unit,) = PAIRS.units(range(2), size)
     data = make(frames=2, size=size)
     copies, resizes = preprocessor(clip=data), preprocessor(clip=data, max_copied_bytes=0)
@@ -161,7 +163,7 @@ def test_units_are_the_towers(name: str, tmp_path) -> None:
         out = hf(values, grid_thw=grid)
     whole = torch.stack([out.pooler_output, *getattr(out, "deepstack_features", ())])
     units = PAIRS.units(indices, (80, 112))
-    source = Source(video=Video(InProcessMedia.address("clip"), (80, 112)))
+    source = Source(video=Video(InProcessClips.address("clip"), (80, 112)))
     with torch.inference_mode():
         found = torch.cat([
             tower(ours(preprocessor(clip=data), source, [unit]), tower.layout([unit.grid]))

@@ -1,23 +1,33 @@
-"""A process that reads clients' files, and the memory that it shares with the engine.
+"""Child processes that decode the files of clients. A hostile file can only end its own decoder.
 
-The process is a fork of the fork server. It works on one task at a time, and writes pixels into the
-shared memory, so that they are not copied. A hostile file can only end the process that reads it.
+A child runs a module that calls `serve`. Its parent sends one question at a time over a socket.
+Both map the same memory, into which the child writes the pixels, so that they are not copied.
 """
 
+import logging
 import mmap
 import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import numpy as np
 
-from services.encoder.decoding.fork_server import ForkServer
+from services.common.errors import InternalError, Overloaded
+from services.common.process.work_limits import prefer_oom_kill
 
-_MAX_IDLE_BYTES = 48 << 20  # of shared memory that an idle process may occupy
-_MAX_ANSWER_BYTES = 16 << 20  # of a message; the facts of 250,000 frames have 4 MB
+log = logging.getLogger(__name__)
+
+_MAX_IDLE_BYTES = 48 << 20  # of shared memory that an idle child may occupy
+_START_S = 30.0
+_STOP_S = 2.0
 _STALL = struct.pack("@ll", 30, 0)  # 30 s in which no byte of a message could be sent or received
+_KILLED = signal.SIGKILL.name
 _LATE = "no answer in time"
 # Seconds of wall time for each second of CPU time that an answer may take, as the machine may be
 # busy with other processes.
@@ -25,89 +35,102 @@ _WALL_FACTOR = 6
 
 
 class ChildLost(Exception):
-    """The process has ended, or did not answer in time and was killed. The text says how the
-    process ended: the name of a signal, an exit status, or a timeout.
+    """The child has ended or did not answer in time, and a new process has been started in its
+    place. The text says how the child ended: the name of a signal, an exit status, or a timeout.
     """
-
-    @property
-    def is_killed(self) -> bool:
-        """True if another process, or the kernel for lack of memory, has killed the process."""
-        return str(self) == signal.SIGKILL.name
 
     @property
     def is_caused_by_work(self) -> bool:
-        """True if the task that the process worked on has ended it. False if another cause is
-        possible: the kernel kills these processes first when the pod is short of memory, whichever
-        process uses it, and a busy machine may delay an answer.
+        """True if the question that the child worked on has ended it. False if another cause is
+        possible: the kernel kills children when the pod is short of memory, whoever uses it, and a
+        busy machine may delay an answer.
         """
-        return not self.is_killed and str(self) != _LATE
+        return str(self) not in (_KILLED, _LATE)
+
+
+def not_started(error: OSError) -> Overloaded:
+    """Logs that a child cannot be started. Returns the error for the client: another encoder can
+    start one, or this encoder can later.
+    """
+    log.error("a worker that decodes files could not be started: %s", error)
+    return Overloaded("the encoder cannot start a worker now", retry_after_s=1)
 
 
 class Child:
-    """A process, which ends at most once. One thread at a time may use it.
+    """A child process and the memory that it shares with this process. One thread at a time may use
+    it.
 
     Args:
-        server: the fork server that forks the process.
+        module: name of the child's module.
         size_bytes: size of the shared memory.
-
-    Attributes:
-        pid: process id.
+        executable: the Python interpreter that runs the child.
 
     Raises:
         OSError: the machine has no memory, processes or descriptors left.
-        InternalError: the fork server does not become ready.
     """
 
-    def __init__(self, server: ForkServer, size_bytes: int) -> None:
-        self._server = server
-        self._used_bytes = 0
-        self._is_open = True
+    def __init__(self, module: str, size_bytes: int, executable: str = sys.executable) -> None:
+        self._module = module
+        self._executable = executable
         self._fd = os.memfd_create("triptych-decode", os.MFD_CLOEXEC)
-        mine, theirs = socket.socketpair()
+        os.ftruncate(self._fd, size_bytes)
+        self._memory = mmap.mmap(self._fd, size_bytes)
+        self._used_bytes = 0
         try:
-            with theirs:
-                for timeout in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                    mine.setsockopt(socket.SOL_SOCKET, timeout, _STALL)
-                os.ftruncate(self._fd, size_bytes)
-                self._memory = mmap.mmap(self._fd, size_bytes)
-                self.pid = server.fork(theirs.fileno(), self._fd)
-        except BaseException:
-            mine.close()
+            self._start()
+        except BaseException:  # for example, because the pod may start no more processes
             os.close(self._fd)
             raise
-        self._channel = Connection(mine.detach())
 
     @property
-    def has_ended(self) -> bool:
-        """True if the idle process can work on no further task, because it has ended."""
-        return self._channel.poll()  # an idle process sends nothing, so this is the end of the file
+    def pid(self) -> int:
+        """Process id of the child, or of the process that has replaced it."""
+        return self._process.pid
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the process has reported that it is ready for questions."""
+        return self._ready
 
     def ask(self, *parts: bytes, cpu_s: float) -> bytes:
-        """Sends a task and waits for the answer.
+        """Asks the child a question and waits for the answer.
+
+        If the child is killed, the new process is asked the same question once. When the pod is
+        short of memory, the kernel kills children first (`prefer_oom_kill`), whichever process uses
+        the memory. The child's own limits end it by other signals.
 
         Args:
-            parts: messages of the task.
+            parts: messages of the question.
             cpu_s: CPU time in seconds that the answer may take.
 
         Raises:
-            ChildLost: there is no answer, and the process has ended.
+            ChildLost: there is no answer, and the child's state is lost.
+            InternalError: the process that replaces the child does not become ready.
+            Overloaded: the machine has no memory, processes or descriptors for a new process.
         """
+        try:
+            try:
+                return self._ask(parts, cpu_s)
+            except ChildLost as lost:
+                if str(lost) != _KILLED:
+                    raise
+                return self._ask(parts, cpu_s)
+        except OSError as error:
+            raise not_started(error) from None
+
+    def _ask(self, parts: tuple[bytes, ...], cpu_s: float) -> bytes:
+        if self._process.poll() is not None:  # ended while it was idle
+            self._restart()
+        self._wait_until_ready()
         try:
             for part in parts:
                 self._channel.send_bytes(part)
-            if self._channel.poll(cpu_s * _WALL_FACTOR):
-                return self._channel.recv_bytes(_MAX_ANSWER_BYTES)
+            return self._receive(cpu_s * _WALL_FACTOR)
         except (OSError, EOFError):
-            self._release()
-            status = self._server.reap(self.pid)
-            raise ChildLost(
-                signal.Signals(-status).name if status < 0 else f"status {status}"
-            ) from None
-        self.close()
-        raise ChildLost(_LATE)
+            raise ChildLost(self._restart()) from None
 
     def pixels(self, *shape: int) -> np.ndarray:
-        """Returns the uint8 pixels that the process has written, valid until its next task.
+        """Returns the uint8 pixels that the child has written, valid until the next question.
 
         Args:
             shape: sizes of the pixels' array, which begins at the start of the shared memory.
@@ -119,17 +142,84 @@ class Child:
         """Frees the pages of the shared memory if the last pixels were many. Unlike `madvise`,
         `ftruncate` releases the interpreter lock.
         """
-        if self._is_open and self._used_bytes > _MAX_IDLE_BYTES:
+        if self._used_bytes > _MAX_IDLE_BYTES:
             os.ftruncate(self._fd, 0)
             os.ftruncate(self._fd, len(self._memory))
 
     def close(self) -> None:
-        """Kills the process, if it still runs, and frees the shared memory."""
-        if self._is_open:
-            self._release()
-            self._server.kill(self.pid)
-
-    def _release(self) -> None:
-        self._is_open = False
+        """Ends the process, which exits when its socket is closed, and frees the shared memory."""
         self._channel.close()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         os.close(self._fd)
+
+    def _wait_until_ready(self) -> None:
+        num_tries = 0
+        while not self._ready:
+            try:
+                self._receive(_START_S)
+                self._ready = True
+            except (OSError, EOFError):
+                how, num_tries = self._restart(), num_tries + 1
+                log.error("a worker that decodes files did not start: %s", how)
+                if how != _KILLED or num_tries == 2:
+                    raise InternalError("the encoder cannot start a worker") from None
+
+    def _receive(self, timeout_s: float) -> bytes:
+        if not self._channel.poll(timeout_s):
+            raise TimeoutError
+        return self._channel.recv_bytes()
+
+    def _start(self) -> None:
+        """Starts the process. It becomes ready some time later."""
+        mine, theirs = socket.socketpair()
+        arguments = map(str, (theirs.fileno(), self._fd, len(self._memory)))
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [self._executable, "-m", self._module, *arguments],
+                    pass_fds=(theirs.fileno(), self._fd),
+                    stdin=subprocess.DEVNULL,
+                )
+            except BaseException:
+                mine.close()
+                raise
+        for timeout in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            mine.setsockopt(socket.SOL_SOCKET, timeout, _STALL)
+        self._channel, self._ready = Connection(mine.detach()), False
+
+    def _restart(self) -> str:
+        """Starts a new process in the place of the child. Returns how the child ended."""
+        self._channel.close()
+        try:
+            status = self._process.wait(0.1)  # a process closes its socket just before it ends
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            self._start()
+            return _LATE
+        self._start()
+        return signal.Signals(-status).name if status < 0 else f"status {status}"
+
+
+def serve(num_parts: int, answer: Callable[[list[bytes], np.ndarray], bytes]) -> None:
+    """Answers questions until the parent closes the socket. It is the main function of a child.
+
+    Args:
+        num_parts: number of messages of each question.
+        answer: function that computes an answer. Its arguments are the messages of the question and
+            the shared memory as uint8.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the front handles these signals
+    channel, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    shared = np.frombuffer(mmap.mmap(memory, int(sys.argv[3])), np.uint8)
+    prefer_oom_kill()
+    with suppress(EOFError, ConnectionError):
+        channel.send_bytes(b"")  # ready
+        while True:
+            question = [channel.recv_bytes() for _ in range(num_parts)]
+            channel.send_bytes(answer(question, shared))

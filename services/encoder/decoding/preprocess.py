@@ -1,9 +1,9 @@
 """Decodes the file of a unit and resizes its pixels, as the reference image processor does.
 
-The engine's pool of threads calls a `Preprocessor`. Other processes decode the files, and torch
-resizes the pixels without the interpreter lock. Frames of videos are resized as images are, which
-is what the reference video processor does. The device later normalizes the bytes and divides them
-into patches.
+The engine's pool of threads calls a `Preprocessor`. Decoders in other processes give the pixels,
+and torch resizes them without the interpreter lock. Frames of videos are resized as images are,
+which is what the reference video processor does. The device later normalizes the bytes and divides
+them into patches.
 """
 
 import math
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from services.common.errors import InvalidImage
+from services.common.errors import InvalidImage, InvalidVideo
 from services.common.geometry import Geometry, Unit
 from services.common.images.image_header import MAX_SOURCE_PIXELS, read_header
-from services.encoder.decoding.media_pool import MediaPool
+from services.encoder.decoding.clips.clip_pool import ClipPool
+from services.encoder.decoding.decode_pool import DecodePool
 from services.encoder.decoding.source import Source, Video
 
 _MAX_PINNED_BYTES = 16 << 20
@@ -30,8 +31,9 @@ class Preprocessor:
 
     Attributes:
         geometry: the model's rules for the sizes of units.
-        media: processes that decode images and videos.
+        image_decoders: processes that decode image files.
         pinned: True if the pixels are stored in pinned memory, except very large ones.
+        video_decoders: processes that decode videos. None if the model takes no videos.
         frame_resample: interpolation mode for frames, as torch names it.
         max_source_pixels: most pixels of an image file.
         max_copied_bytes: most bytes of a pair of decoded frames (1080p: 12 MB) that are copied to
@@ -39,8 +41,9 @@ class Preprocessor:
     """
 
     geometry: Geometry
-    media: MediaPool
+    image_decoders: DecodePool
     pinned: bool
+    video_decoders: ClipPool | None = None
     frame_resample: str = "bicubic"
     max_source_pixels: int = MAX_SOURCE_PIXELS
     max_copied_bytes: int = 16 << 20
@@ -68,7 +71,7 @@ class Preprocessor:
         if not self.geometry.is_of(unit, size):
             raise InvalidImage(f"an image of {size[0]}x{size[1]} has no grid of {unit.grid}")
         out = self._allocate(height, width, 3)
-        with self.media.still(source.image, header) as pixels:
+        with self.image_decoders.decoded(source.image, header) as pixels:
             resized = resize(torch.from_numpy(pixels), height, width, self.geometry.resample)
             return out.copy_(resized)
 
@@ -81,12 +84,13 @@ class Preprocessor:
             they were too large to be copied.
 
         Raises:
-            InvalidVideo: the frames cannot be decoded.
+            InvalidVideo: the frames cannot be decoded, or the model takes no videos.
             VideoNotHeld: the front no longer stores the video's file.
         """
-        assert unit.frames is not None
+        if self.video_decoders is None or unit.frames is None:
+            raise InvalidVideo("this model takes no videos")
         height, width = self.geometry.size_of(unit)
-        with self.media.frames(video.file, video.size, unit.frames) as shared:
+        with self.video_decoders.frames(video.file, video.size, unit.frames) as shared:
             frames = [torch.from_numpy(pixels) for pixels in shared]
             if sum(frame.nbytes for frame in frames) > self.max_copied_bytes:
                 frames = [resize(frame, height, width, self.frame_resample) for frame in frames]
@@ -104,7 +108,7 @@ class Preprocessor:
         """Decodes the image files of a pair. Each frame is valid until the next is requested."""
         for data in (source.image, source.second) if source.second else (source.image,):
             header = read_header(data, max_source_pixels=self.max_source_pixels)
-            with self.media.still(data, header) as pixels:
+            with self.image_decoders.decoded(data, header) as pixels:
                 yield pixels
 
     def _fill_pair(self, frames: Generator[np.ndarray], unit: Unit) -> Tensor:

@@ -21,6 +21,7 @@ job that fails is alone. If the device is broken, the process ends.
 
 import logging
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -30,15 +31,15 @@ import torch
 from torch import Tensor
 
 from services.common.errors import Cancelled, InternalError, Overloaded, TriptychError
-from services.common.process.channel import ChannelClosed
+from services.common.process.channel import ChannelClosed, EngineChannel
 from services.common.process.heartbeat import Ping, Pong
 from services.common.threads import NamedThread
 from services.encoder.decoding.preprocess import Preprocessor
 from services.encoder.decoding.source import EMPTY_SOURCE
 from services.encoder.engine.batcher import Batcher
-from services.encoder.engine.front_link import FrontLink
 from services.encoder.engine.job import Job
 from services.encoder.engine.messages import (
+    ActiveJobs,
     CancelImage,
     EncodeImage,
     EngineStats,
@@ -46,12 +47,10 @@ from services.encoder.engine.messages import (
     FrontMessage,
     ImageDone,
     PlaceImage,
-    ProbeVideo,
     Shutdown,
     StageTimes,
 )
 from services.encoder.engine.preparation_queue import PreparationQueue
-from services.encoder.engine.prober import Prober
 from services.encoder.engine.runner import LaunchedBatch, Runner
 from services.encoder.engine.video_turns import VideoTurns
 
@@ -64,10 +63,9 @@ class Engine:
     """The encoder's engine. `run` ends when the front sends `Shutdown` or closes the channel.
 
     Args:
-        link: connection to the front.
+        channel: connection to the front.
         runner: owner of the device, which runs the vision tower.
         preprocessor: decoder and resizer of images, which the threads of the pool use.
-        prober: reader of the facts of videos, which has threads of its own.
         max_batch_patches: most patches of a batch, before merging.
         workers: number of threads of the preprocessing pool. One tenant's videos occupy at most
             `workers` - 1 threads, or the only thread of a pool of one.
@@ -75,18 +73,18 @@ class Engine:
 
     def __init__(
         self,
-        link: FrontLink,
+        channel: EngineChannel[FrontMessage],
         runner: Runner,
         preprocessor: Preprocessor,
-        prober: Prober,
         *,
         max_batch_patches: int,
         workers: int,
     ) -> None:
-        self._link = link
+        self._channel = channel
+        self._sending = threading.Lock()
+        self._active: set[int] = set()  # job ids, guarded by `_sending`
         self._runner = runner
         self._preprocessor = preprocessor
-        self._prober = prober
         self._batcher = Batcher(max_batch_patches)
         self._workers = workers
         self._unprepared = PreparationQueue(max(1, workers - 1))
@@ -139,7 +137,7 @@ class Engine:
     def _receive(self) -> None:
         try:
             while True:
-                for message in self._link.receive():
+                for message in self._channel.receive(None):
                     self._accept(message)
         except ChannelClosed:
             self._mailbox.put(Shutdown())
@@ -156,8 +154,6 @@ class Engine:
                     received_at=time.monotonic(),
                 )
                 self._queue_preparation(message)
-            case ProbeVideo():
-                self._prober.put(message)
             case PlaceImage() | Ping() | Shutdown():
                 self._mailbox.put(message)
             case CancelImage():
@@ -186,7 +182,7 @@ class Engine:
             jobs = [image.job_id for image in batch.images]
             try:
                 for feature in self._runner.wait(batch):
-                    self._link.send(FeatureDone(jobs, feature))
+                    self._send(FeatureDone(jobs, feature))
             except ChannelClosed:
                 pass  # The loop notices it, too, and ends the process.
             except Exception:  # The loop gets the same error when it finishes the batch.
@@ -218,9 +214,9 @@ class Engine:
         start = time.monotonic()
         try:
             if not job.cancelled:
-                self._link.begin(job.job_id)
+                self._report_begun(job.job_id)
                 job.pixels = self._prepare(job, video_turn)
-                self._link.pause(job.job_id)
+                self._report_paused(job.job_id)
         except ChannelClosed:
             job.cancelled = True
         except TriptychError as error:
@@ -271,7 +267,7 @@ class Engine:
                 # the device may hang, so this ping gets no reply. The message at the end of the
                 # next batch tells the front that the engine works.
                 if not self._launched:
-                    self._link.send(Pong())
+                    self._send(Pong())
             case CancelImage():
                 job = self._jobs.get(item.job_id)
                 # A job that is being prepared ends when the pool has returned it, and a job on the
@@ -309,7 +305,7 @@ class Engine:
         images = [self._jobs[job_id] for job_id in chosen]
         for job in images:
             job.launched_at = now
-        self._link.begin(*chosen)
+        self._report_begun(*chosen)
         try:
             batch = self._runner.launch(images)
         except ChannelClosed:
@@ -360,7 +356,7 @@ class Engine:
             error = None if is_finite else InternalError("the embedding is not finite")
             self._end(image.job_id, error)
         calls = self._runner.kernel_calls
-        self._link.send(EngineStats(self._num_images, self._num_patches, calls, self._busy_s))
+        self._send(EngineStats(self._num_images, self._num_patches, calls, self._busy_s))
 
     def _end(self, job_id: int, error: TriptychError | None) -> None:
         """Ends a job and reports its end to the front.
@@ -370,10 +366,12 @@ class Engine:
             error: reason why the job has no embedding. None if its embedding is in the arena.
         """
         job = self._jobs.pop(job_id)
+        with self._sending:
+            self._active.discard(job_id)
         now = time.monotonic()
         launched_at = job.launched_at or now
         queue_s = max(0.0, launched_at - job.received_at - job.preprocess_s)
-        self._link.end(
+        self._send(
             ImageDone(
                 job_id=job_id,
                 times=StageTimes(queue_s, job.preprocess_s, forward_s=now - launched_at),
@@ -381,6 +379,26 @@ class Engine:
                 message=error.message if error else "",
             )
         )
+
+    # Methods of several threads: messages to the front.
+
+    def _report_begun(self, *job_ids: int) -> None:
+        """Tells the front that work on these jobs is about to begin. If this process then dies, the
+        front knows which images may have killed it.
+        """
+        with self._sending:
+            self._active.update(job_ids)
+            self._channel.send(ActiveJobs(sorted(self._active)))
+
+    def _report_paused(self, job_id: int) -> None:
+        """Tells the front that nothing works on a job for now, because it waits for its batch."""
+        with self._sending:
+            self._active.discard(job_id)
+            self._channel.send(ActiveJobs(sorted(self._active)))
+
+    def _send(self, message: FeatureDone | ImageDone | EngineStats | Pong) -> None:
+        with self._sending:
+            self._channel.send(message)
 
 
 # Items of the mailbox. A `Job` has come back from the pool. None says that the waiter has seen the

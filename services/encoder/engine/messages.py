@@ -6,11 +6,9 @@ The front's side is `front/engine_client.py`, the engine's side is `engine/engin
 
 import msgspec
 
-from services.common.embeddings.shared_memory import MemoryAddress
 from services.common.geometry import Unit
 from services.common.process.heartbeat import Ping, Pong
 from services.encoder.decoding.source import Source
-from services.encoder.decoding.tasks import Facts
 
 
 class EncodeImage(msgspec.Struct, tag="encode"):
@@ -52,24 +50,11 @@ class CancelImage(msgspec.Struct, tag="cancel"):
     job_id: int
 
 
-class ProbeVideo(msgspec.Struct, tag="probe"):
-    """Requests the facts of a video. The answer is one `VideoProbed`. The front limits how many
-    requests it has at a time (`MAX_PROBES`).
-
-    Attributes:
-        probe_id: number of the request, assigned by the front and never reused.
-        file: address of the video's file in the front's memory.
-    """
-
-    probe_id: int
-    file: MemoryAddress
-
-
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Ends the engine."""
 
 
-FrontMessage = EncodeImage | PlaceImage | CancelImage | ProbeVideo | Ping | Shutdown
+FrontMessage = EncodeImage | PlaceImage | CancelImage | Ping | Shutdown
 
 
 class EngineReady(msgspec.Struct, tag="ready"):
@@ -129,25 +114,6 @@ class ImageDone(msgspec.Struct, tag="done"):
     message: str = ""
 
 
-class VideoProbed(msgspec.Struct, tag="probed"):
-    """Answers a `ProbeVideo`.
-
-    Attributes:
-        probe_id: number of the request.
-        facts: facts of the video. None if there was an error.
-        error_code: code of an error in `services/common/errors.py`. Empty if there was no error.
-        message: text of the error.
-        is_certain: False if the video's process was lost, possibly for another reason than the
-            video (`DecoderLost`).
-    """
-
-    probe_id: int
-    facts: Facts | None = None
-    error_code: str = ""
-    message: str = ""
-    is_certain: bool = True
-
-
 class ActiveJobs(msgspec.Struct, tag="active"):
     """Reports all jobs that the engine works on from now on, in its threads or on the device. If
     the engine ends, one of these jobs may have caused it. An `ImageDone` removes its job.
@@ -172,6 +138,4 @@ class EngineStats(msgspec.Struct, tag="stats"):
     busy_s: float = 0.0
 
 
-EngineMessage = (
-    EngineReady | FeatureDone | ImageDone | VideoProbed | ActiveJobs | EngineStats | Pong
-)
+EngineMessage = EngineReady | FeatureDone | ImageDone | ActiveJobs | EngineStats | Pong

@@ -10,13 +10,11 @@ import itertools
 from dataclasses import dataclass
 
 from services.common.embeddings.embedding_write import EmbeddingWrite
-from services.common.embeddings.shared_memory import MemoryAddress
 from services.common.embeddings.shared_task import retrieve_exception
 from services.common.errors import EngineLost, Unavailable, from_code
 from services.common.geometry import Unit
 from services.common.process.channel import ChannelClosed, FrontChannel
 from services.common.process.heartbeat import Pong
-from services.encoder.decoding.tasks import DecoderLost, Facts
 from services.encoder.engine.messages import (
     ActiveJobs,
     CancelImage,
@@ -26,10 +24,8 @@ from services.encoder.engine.messages import (
     FeatureDone,
     ImageDone,
     PlaceImage,
-    ProbeVideo,
     Source,
     StageTimes,
-    VideoProbed,
 )
 from services.encoder.metrics import EncoderMetrics
 
@@ -78,7 +74,6 @@ class EngineClient:
         self._min_streamed_bytes = min_streamed_bytes
         self._ids = itertools.count(1)
         self._jobs: dict[int, EngineJob] = {}
-        self._probes: dict[int, asyncio.Future[Facts]] = {}  # by number
         self._died = False
 
     @property
@@ -120,23 +115,6 @@ class EngineClient:
         if job.job_id in self._jobs:
             self._link.send(CancelImage(job.job_id))
 
-    def probe(self, file: MemoryAddress) -> asyncio.Future[Facts]:
-        """Starts to read the facts of a video. `ProbeQueue` limits how many are read at a time.
-
-        Returns:
-            The facts. The future raises InvalidVideo if the file is not a video that can be decoded
-            here, VideoNotHeld if the file was closed, and Unavailable if no process can be started
-            or the engine process has ended.
-        """
-        facts: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
-        if self._died:
-            facts.set_exception(Unavailable(_ENDED))
-        else:
-            probe_id = next(self._ids)
-            self._probes[probe_id] = facts
-            self._link.send(ProbeVideo(probe_id, file))
-        return facts
-
     async def run(self) -> None:
         """Handles messages until the engine process has ended, and fails all jobs then."""
         try:
@@ -151,9 +129,6 @@ class EngineClient:
                     is_active = job_id in self._active
                     job.done.set_exception(EngineLost(_LOST) if is_active else Unavailable(_ENDED))
             self._jobs.clear()
-            for facts in self._probes.values():
-                facts.set_exception(Unavailable(_ENDED))
-            self._probes.clear()
 
     def _take(self, message: EngineMessage) -> None:
         """Handles one message of the engine."""
@@ -164,14 +139,6 @@ class EngineClient:
                     job.done.set_exception(from_code(message.error_code, message.message))
                 else:
                     job.done.set_result(message.times)
-            case VideoProbed():
-                facts = self._probes.pop(message.probe_id)
-                if message.facts is not None:
-                    facts.set_result(message.facts)
-                elif message.is_certain:
-                    facts.set_exception(from_code(message.error_code, message.message))
-                else:
-                    facts.set_exception(DecoderLost(message.message))
             case FeatureDone():
                 for job_id in message.job_ids:
                     job = self._jobs.get(job_id)  # the end of a job may overtake its features

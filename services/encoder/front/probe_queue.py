@@ -9,15 +9,17 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
 from services.common.embeddings.shared_memory import MemoryAddress
 from services.common.embeddings.shared_task import retrieve_exception
 from services.common.tenancy.fair_order import FairOrder
-from services.encoder.decoding.tasks import Facts
+from services.common.threads import name_thread
+from services.encoder.decoding.clips.clip_pool import ClipPool
+from services.encoder.decoding.clips.questions import Facts
 from services.encoder.front.admission import Share
-from services.encoder.front.engine_client import EngineClient
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,10 +42,10 @@ class _Probe:
 
 
 class ProbeQueue:
-    """Has the engine read the facts of files. One event loop uses it.
+    """Reads the facts of files in worker processes. One event loop uses it.
 
     Args:
-        engine: the engine, whose worker processes read the files.
+        pool: the worker processes, which the queue closes.
         max_running: most files that are read at the same time. The files of one tenant occupy one
             worker less, but at least one. Callers without a key may occupy all workers, because a
             server without keys has no other tenants.
@@ -51,14 +53,15 @@ class ProbeQueue:
     """
 
     def __init__(
-        self, engine: EngineClient, max_running: int, clock: Callable[[], float] = time.monotonic
+        self, pool: ClipPool, max_running: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._engine = engine
+        self._pool = pool
         self._max_running = max_running
         self._clock = clock
         self._order = FairOrder()
         self._waiting: dict[str, deque[_Probe]] = {}  # by tenant
         self._running: Counter[str] = Counter()  # by tenant
+        self._threads = ThreadPoolExecutor(max_running, "probe", name_thread)
 
     async def probe(self, file: MemoryAddress, share: Share) -> Facts:
         """Reads a file when its tenant's turn has come.
@@ -73,7 +76,13 @@ class ProbeQueue:
         self._start()
         return await probe.facts
 
+    def close(self) -> None:
+        """Waits for the files that are being read, and ends the workers."""
+        self._threads.shutdown()
+        self._pool.close()
+
     def _start(self) -> None:
+        loop = asyncio.get_running_loop()
         while self._running.total() < self._max_running:
             if (probe := self._next()) is None:
                 return
@@ -81,7 +90,7 @@ class ProbeQueue:
             place = self._order.start(tenant)
             self._order.served(place)
             self._running[tenant] += 1
-            reading = self._engine.probe(probe.file)
+            reading = loop.run_in_executor(self._threads, self._pool.probe, probe.file)
             reading.add_done_callback(partial(self._end, probe, place, begun))
 
     def _next(self) -> _Probe | None:

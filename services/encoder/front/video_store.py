@@ -19,8 +19,9 @@ from services.common.embeddings.shared_task import SharedTask
 from services.common.errors import InvalidRequest, InvalidVideo, Overloaded, VideoNotHeld
 from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.common.tenancy.tenant_capacity import TenantCapacity
+from services.encoder.decoding.clips.clip_pool import DecoderLost
+from services.encoder.decoding.clips.questions import Facts
 from services.encoder.decoding.source import Video
-from services.encoder.decoding.tasks import DecoderLost, Facts
 from services.encoder.front.admission import Share
 from services.encoder.front.file_copier import FileCopier
 from services.encoder.front.probe_queue import ProbeQueue
@@ -153,8 +154,9 @@ class VideoStore:
         return found
 
     def close(self) -> None:
-        """Drops all files."""
+        """Drops all files and ends the processes."""
         self._copier.close()
+        self._probes.close()
         for stored in self._stored.values():
             os.close(stored.file.fd)
         self._stored.clear()

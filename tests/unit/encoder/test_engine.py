@@ -16,10 +16,8 @@ from services.common.errors import InvalidImage, InvalidVideo
 from services.common.geometry import Unit
 from services.common.process.channel import EngineChannel, create_socket_pair
 from services.encoder.decoding.source import Source, Video
-from services.encoder.decoding.tasks import DecoderLost, Facts
 from services.encoder.engine.batcher import Batcher
 from services.encoder.engine.engine import Engine
-from services.encoder.engine.front_link import FrontLink
 from services.encoder.engine.job import Job
 from services.encoder.engine.messages import (
     ActiveJobs,
@@ -31,23 +29,14 @@ from services.encoder.engine.messages import (
     FrontMessage,
     ImageDone,
     PlaceImage,
-    ProbeVideo,
     Shutdown,
-    VideoProbed,
 )
-from services.encoder.engine.prober import Prober
 from services.encoder.engine.runner import LaunchedBatch
 from services.encoder.engine_main import MAX_BATCH_PATCHES, batch_budget
 from tests.noise import PATIENCE_S
 
 GRID, LARGE = (1, 4, 4), (1, 8, 8)
 BAD_FRAMES = (2, 3)
-FACTS = Facts(2, 24.0, 48, 64, 1.0, bytes(32))
-PROBE_ERRORS = {
-    "corrupt": InvalidVideo("the video is corrupt"),
-    "lost": DecoderLost("decoding the video takes too long"),
-    "bug": RuntimeError("a bug"),
-}
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -108,7 +97,6 @@ class Front:
         self.done: dict[int, ImageDone] = {}
         self.features: list[tuple[list[int], int]] = []
         self.active: list[list[int]] = []
-        self.probed: dict[int, VideoProbed] = {}
 
     def send(self, *messages: FrontMessage) -> None:
         for message in messages:
@@ -134,9 +122,6 @@ class Front:
                         self.stats = message
                     case ActiveJobs():
                         self.active.append(message.job_ids)
-                    case VideoProbed():
-                        assert message.probe_id not in self.probed, "a probe was answered twice"
-                        self.probed[message.probe_id] = message
 
     def codes(self, *job_ids: int) -> list[str]:
         self.receive_until(lambda: set(job_ids) <= set(self.done))
@@ -191,15 +176,6 @@ class FakePreprocessor:
         self.release.set()
 
 
-class FakeMedia:
-    """Reads the facts of videos: the name of a file is the error, if there is one."""
-
-    def probe(self, file: MemoryAddress) -> Facts:
-        if error := PROBE_ERRORS.get(file.name):
-            raise error
-        return FACTS
-
-
 class Running:
     """An engine in a thread."""
 
@@ -209,13 +185,10 @@ class Running:
         self.runner = FakeRunner()
         self.preprocessor = FakePreprocessor()
         self.front = Front(front_end)
-        link = FrontLink(EngineChannel(engine_end, FrontMessage))
-        self.prober = Prober(FakeMedia(), link)  # type: ignore[arg-type]
         self.engine = Engine(
-            link,
+            EngineChannel(engine_end, FrontMessage),
             self.runner,  # type: ignore[arg-type]
             self.preprocessor,  # type: ignore[arg-type]
-            self.prober,
             max_batch_patches=64,
             workers=2,
         )
@@ -238,7 +211,6 @@ class Running:
         for thread in threading.enumerate():
             if thread.name in ("receiver", "waiter"):
                 thread.join(PATIENCE_S)
-        self.prober.close()
         for end in self.ends:
             end.close()
 
@@ -500,29 +472,3 @@ def test_on_a_cpu_an_image_has_no_batch_mates() -> None:
         batcher.add(job_id, 4)
     assert [batcher.next_batch() for _ in range(4)] == [[1], [2], [3], []]
     assert batch_budget(torch.device("cuda")) == MAX_BATCH_PATCHES
-
-
-def probe(running: Running, *names: str) -> list[VideoProbed]:
-    for number, name in enumerate(names):
-        running.front.send(ProbeVideo(number, MemoryAddress(1, 2, name, 3)))
-    running.front.receive_until(lambda: len(running.front.probed) == len(names))
-    return [running.front.probed[number] for number in range(len(names))]
-
-
-def test_a_probe_waits_for_no_image_and_no_batch(running: Running) -> None:
-    running.runner.may_run.clear()
-    running.front.encode(1)
-    running.front.receive_until(lambda: running.front.active[-1:] == [[1]])
-    wait_until(lambda: running.preprocessor.prepared == [b"1"])  # the loop launches it, or will
-    running.preprocessor.may_prepare.clear()
-    running.front.encode(2, 3, 4)  # more than there are threads
-    assert [answer.facts for answer in probe(running, "a", "b", "c")] == [FACTS] * 3
-    assert not running.front.done
-
-
-def test_a_probe_that_fails_says_whether_the_file_has_caused_it(running: Running) -> None:
-    corrupt, lost, bug = probe(running, "corrupt", "lost", "bug")
-    assert (corrupt.error_code, corrupt.message) == ("invalid_video", "the video is corrupt")
-    assert (lost.error_code, bug.error_code) == ("invalid_video", "internal_error")
-    assert (corrupt.is_certain, lost.is_certain) == (True, False)
-    assert "bug" not in bug.message and corrupt.facts is None

@@ -1,25 +1,16 @@
-"""What becomes of images and of probes when their engine ends."""
+"""What becomes of images when their engine ends."""
 
 import pytest
 
-from services.common.embeddings.shared_memory import MemoryAddress
-from services.common.errors import (
-    EngineLost,
-    InvalidVideo,
-    TriptychError,
-    Unavailable,
-    VideoNotHeld,
-)
+from services.common.errors import EngineLost, TriptychError, Unavailable
 from services.common.geometry import Unit
 from services.common.process.channel import ChannelClosed
-from services.encoder.decoding.tasks import DecoderLost, Facts
 from services.encoder.engine.messages import (
     ActiveJobs,
     EngineMessage,
     FrontMessage,
     ImageDone,
     Source,
-    VideoProbed,
 )
 from services.encoder.front.engine_client import EngineClient
 from services.encoder.metrics import EncoderMetrics
@@ -61,21 +52,3 @@ async def test_images_in_work_may_be_the_cause_and_those_that_waited_are_not() -
     assert await errors_of(ActiveJobs([1, 2]), ImageDone(1)) == [None, EngineLost, Unavailable]
     assert await errors_of(ActiveJobs([1, 3])) == [EngineLost, Unavailable, EngineLost]
     assert await errors_of() == [Unavailable] * 3
-
-
-async def test_a_probe_ends_once_whatever_the_engine_does() -> None:
-    facts = Facts(2, 24.0, 48, 64, 1.0, bytes(32))
-    engine = Link(
-        VideoProbed(2, error_code="invalid_video", message="too long", is_certain=False),
-        VideoProbed(1, facts),
-        VideoProbed(3, error_code="invalid_video", message="corrupt"),
-        VideoProbed(4, error_code="video_not_held", message="gone"),
-    )
-    client = EngineClient(engine, EncoderMetrics())
-    file = MemoryAddress(1, 2, "clip", 3)
-    probes = [client.probe(file) for _ in range(5)]
-    await client.run()
-    probes.append(client.probe(file))
-    assert probes[0].result() == facts
-    errors = [type(probe.exception()) for probe in probes[1:]]
-    assert errors == [DecoderLost, InvalidVideo, VideoNotHeld, Unavailable, Unavailable]

@@ -15,7 +15,7 @@ from services.common.errors import InvalidImage
 from services.common.geometry import Geometry, Unit
 from services.common.images.image_header import read_header
 from services.encoder.decoding.decode import decode, to_rgb
-from tests.in_process_media import preprocess
+from tests.in_process_decoder import preprocess
 
 GEOMETRY = Geometry(0, 16, 2, 1024, 1 << 20)
 WHITE = (255, 255, 255)

@@ -8,7 +8,7 @@ import pytest
 
 from services.common.embeddings.shared_memory import MemoryAddress, create_memory
 from services.common.errors import InvalidVideo
-from services.encoder.decoding.tasks import Facts
+from services.encoder.decoding.clips.questions import Facts
 from services.encoder.front.admission import Share
 from services.encoder.front.probe_queue import ProbeQueue
 from tests.fake_clips import FACTS, FakeClips
@@ -16,16 +16,19 @@ from tests.noise import PATIENCE_S
 
 
 class Bench:
-    """A queue over an engine that the test steps, with the test's clock."""
+    """A queue over a pool that the test steps, with the test's clock."""
 
     def __init__(self) -> None:
-        self.clips = FakeClips(waits=True)
+        self.pool = FakeClips(waits=True)
         self.now_s = 0.0
         self._fds: list[int] = []
+        self._queues: list[ProbeQueue] = []
         self._calls: dict[bytes, asyncio.Task[Facts]] = {}
 
     def queue(self, max_running: int) -> ProbeQueue:
-        return ProbeQueue(self.clips, max_running, lambda: self.now_s)  # type: ignore[arg-type]
+        queue = ProbeQueue(self.pool, max_running, lambda: self.now_s)  # type: ignore[arg-type]
+        self._queues.append(queue)
+        return queue
 
     async def ask(self, queue: ProbeQueue, name: bytes, share: Share) -> "asyncio.Task[Facts]":
         """A call for a file, which waits or is read when this returns."""
@@ -39,12 +42,12 @@ class Bench:
 
     async def begun(self) -> bytes:
         """The file whose reading begins next."""
-        return await self.clips.next_begun()
+        return await asyncio.to_thread(self.pool.begun.get, timeout=PATIENCE_S)
 
     async def end(self, name: bytes, taken_s: float) -> None:
         """The reading of a file ends, which has taken so long."""
         self.now_s += taken_s
-        self.clips.finish(name)
+        self.pool.finish(name)
         await asyncio.wait((self._calls[name],), timeout=PATIENCE_S)
         await asyncio.sleep(0)
 
@@ -52,7 +55,9 @@ class Bench:
         for call in self._calls.values():
             call.cancel()
         for name in self._calls:
-            self.clips.finish(name)
+            self.pool.finish(name)
+        for queue in self._queues:
+            await asyncio.to_thread(queue.close)
         for fd in self._fds:
             os.close(fd)
 
@@ -86,7 +91,7 @@ async def test_a_tenant_never_has_all_workers(bench: Bench, max_running: int) ->
     assert await bench.begun() == b"guest"  # which waits for none
     await bench.end(b"guest", 0.1)
     assert call.result() is FACTS
-    assert bench.clips.begun.empty()  # its worker stays free for the next newcomer
+    assert bench.pool.begun.empty()  # its worker stays free for the next newcomer
 
 
 async def test_one_worker_is_for_all_tenants(bench: Bench) -> None:
@@ -104,7 +109,7 @@ async def test_callers_without_a_key_have_all_workers(bench: Bench) -> None:
     for number in range(3):
         await bench.ask(queue, b"%d" % number, Share())
     assert {await bench.begun(), await bench.begun()} == {b"0", b"1"}
-    assert bench.clips.begun.empty()
+    assert bench.pool.begun.empty()
 
 
 @pytest.mark.parametrize(("weight", "turns"), [(1.0, 10), (0.5, 5), (2.0, 20)])
@@ -148,7 +153,7 @@ async def test_a_file_that_nobody_waits_for_is_not_read(bench: Bench) -> None:
     await bench.end(b"0", 1.0)
     assert await bench.begun() == b"2"
     await bench.end(b"2", 1.0)
-    assert calls[2].result() is FACTS and bench.clips.read == [b"0", b"2"]
+    assert calls[2].result() is FACTS and bench.pool.read == [b"0", b"2"]
 
 
 async def test_an_error_is_its_callers_and_frees_the_worker(bench: Bench) -> None:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from services.common.errors import InvalidVideo
-from services.encoder.decoding.clips.frames import Frames
+from services.encoder.decoding.clips.frames import Frames, probe
 from tests.attacks import videos
-from tests.in_process_media import probe
 from tests.videos import decoded, index_first, make, segments
 
 CPU_S = 4.0  # that a probe has
@@ -28,14 +27,14 @@ def in_time() -> Generator[None]:
 def test_frames_that_overlap_are_refused(frame_bytes: int | None) -> None:
     """All at once they have 25 MB to 250 GB, of which three are read."""
     with pytest.raises(InvalidVideo, match="overlap in the file"):
-        probe(videos.piled(frame_bytes=frame_bytes))
+        probe(memoryview(videos.piled(frame_bytes=frame_bytes)))
 
 
 @pytest.mark.parametrize("kind", ["gif", "ivf"])
 def test_as_many_frames_as_may_be_are_read_in_time(kind: str) -> None:
     data = getattr(videos, kind)()
     with in_time():
-        facts = probe(data)
+        facts = probe(memoryview(data))
     assert facts.num_frames == videos.MOST_FRAMES
     assert len(facts.frame_digests) == 16 * videos.MOST_FRAMES
 
@@ -44,14 +43,14 @@ def test_as_many_frames_as_may_be_are_read_in_time(kind: str) -> None:
 def test_more_frames_are_refused_in_time(kind: str) -> None:
     data = getattr(videos, kind)(frames=2 * videos.MOST_FRAMES)
     with in_time(), pytest.raises(InvalidVideo, match="more than 250000 frames"):
-        probe(data)
+        probe(memoryview(data))
 
 
 def test_a_first_frame_that_cannot_be_decoded_is_given_up_soon() -> None:
     """And is not looked for in 250,000 packets, none of which gives a frame."""
     data = videos.piled(frame_bytes=11)
     with in_time(), pytest.raises(InvalidVideo, match="frame 0 of the video cannot be decoded"):
-        probe(data)
+        probe(memoryview(data))
 
 
 def test_an_edit_list_may_show_a_part_again() -> None:
@@ -66,5 +65,5 @@ def test_an_edit_list_may_show_a_part_again() -> None:
 
 def test_frames_that_were_cut_off_are_no_overlap() -> None:
     data = index_first(make(frames=240, options={"bf": "0"}))
-    facts = probe(data[: len(data) // 2])
+    facts = probe(memoryview(data[: len(data) // 2]))
     assert 60 < facts.num_frames < 240

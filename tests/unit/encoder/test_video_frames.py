@@ -14,8 +14,8 @@ from PIL import Image
 from services.common.errors import InvalidVideo
 from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.encoder.decoding.clips.container import to_rgb, upright_size
-from services.encoder.decoding.clips.frames import Frames
-from services.encoder.decoding.tasks import Facts
+from services.encoder.decoding.clips.frames import Frames, probe
+from services.encoder.decoding.clips.questions import Facts
 from tests.noise import PATIENCE_S
 from tests.videos import (
     KINDS,
@@ -40,8 +40,7 @@ def pixels(frames: Frames, index: int) -> np.ndarray:
 
 
 def facts_of(data: bytes) -> Facts:
-    with closing(Frames(memoryview(data))) as frames:
-        return frames.facts()
+    return probe(memoryview(data))
 
 
 def digests(data: bytes) -> list[bytes]:

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.embeddings.shared_memory import ForeignMemory, MemoryAddress, NotReadable
 from services.common.errors import InvalidRequest, InvalidVideo, Overloaded, VideoNotHeld
-from services.encoder.decoding.tasks import DecoderLost
+from services.encoder.decoding.clips.clip_pool import DecoderLost
 from services.encoder.front.admission import NOBODY, Share
 from services.encoder.front.file_copier import FileCopier
 from services.encoder.front.probe_queue import ProbeQueue
@@ -103,12 +103,12 @@ async def test_the_end_of_a_probe_that_was_given_up_is_not_that_of_the_next() ->
     clips = FakeClips(waits=True)
     videos = VideoStore(ProbeQueue(clips, 2), max_bytes=100)  # type: ignore[arg-type]
     given_up = await videos.take(b"clip", NOBODY)
-    assert await clips.next_begun() == b"clip"
+    assert await asyncio.to_thread(clips.begun.get, timeout=PATIENCE_S) == b"clip"
     given_up.cancel()
     await asyncio.wait((given_up,))
     await asyncio.sleep(0)
     second = await videos.take(b"clip", NOBODY)
-    assert await clips.next_begun() == b"clip"
+    assert await asyncio.to_thread(clips.begun.get, timeout=PATIENCE_S) == b"clip"
     third = await videos.take(b"clip", NOBODY)
     for _ in range(2):
         clips.finish(b"clip")

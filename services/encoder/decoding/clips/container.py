@@ -26,7 +26,7 @@ from blake3 import blake3
 
 from services.common.errors import InvalidVideo
 from services.common.images.image_key import FRAME_DIGEST_BYTES
-from services.encoder.decoding.tasks import CORRUPT, MAX_FRAME_PIXELS
+from services.encoder.decoding.clips.questions import CORRUPT, MAX_FRAME_PIXELS
 
 MAX_FRAMES = 250_000
 # Most pixels of all frames of a video: nine minutes of 1080p at 60 frames per second.

@@ -6,6 +6,7 @@ Only child processes import this file.
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from typing import NamedTuple
 
 from av.error import FFmpegError
@@ -24,7 +25,7 @@ from services.encoder.decoding.clips.container import (
     read_index,
     upright_size,
 )
-from services.encoder.decoding.tasks import Facts
+from services.encoder.decoding.clips.questions import Facts
 
 # A frame may be shown in the place of damaged frames for the longer of these two times.
 _MAX_SHOWN_S = 1.0
@@ -32,6 +33,26 @@ _MAX_SHOWN_FRAMES = 3
 # Most packets after a frame's packet before the decoder returns the frame. A gradual refresh of the
 # picture takes some hundreds of packets.
 _LATE_PACKETS = 1024
+
+
+def probe(data: memoryview) -> Facts:
+    """Reads the facts of a video file from its packets and its first frame.
+
+    Raises:
+        InvalidVideo: the first frame cannot be decoded, or the video has too many frames or pixels.
+    """
+    with closing(Frames(data)) as frames:
+        height, width = upright_size(frames.frame(0))
+    index = frames.index
+    check_amount(index.num_frames, height, width, index.codec)
+    return Facts(
+        num_frames=index.num_frames,
+        rate=index.rate,
+        height=height,
+        width=width,
+        duration_s=index.duration_s,
+        frame_digests=index.frame_digests,
+    )
 
 
 class _Decoded(NamedTuple):
@@ -90,25 +111,6 @@ class Frames:
             raise InvalidVideo(f"frame {index} of the video cannot be decoded")
         check_size(found.height, found.width)
         return found
-
-    def facts(self) -> Facts:
-        """Returns the facts of the video, from its packets and its first frame.
-
-        Raises:
-            InvalidVideo: the first frame cannot be decoded, or the video has too many frames or
-                pixels.
-        """
-        index = self.index
-        height, width = upright_size(self.frame(0))
-        check_amount(index.num_frames, height, width, index.codec)
-        return Facts(
-            num_frames=index.num_frames,
-            rate=index.rate,
-            height=height,
-            width=width,
-            duration_s=index.duration_s,
-            frame_digests=index.frame_digests,
-        )
 
     def close(self) -> None:
         """Closes the file."""

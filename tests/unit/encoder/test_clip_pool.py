@@ -1,6 +1,5 @@
 """Videos are decoded in processes: limits for each, one pass, and a bad video ends no other."""
 
-import io
 import os
 import resource
 import signal
@@ -11,21 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from services.common.embeddings.shared_memory import MemoryAddress, create_memory
 from services.common.errors import InvalidVideo, Overloaded, VideoNotHeld
-from services.common.images.image_header import read_header
 from services.encoder.decoding.child import ChildLost
-from services.encoder.decoding.media_pool import (
-    DEFAULT_LIMITS,
-    PROBE_BYTES,
-    Limits,
-    MediaPool,
-)
-from tests.in_process_media import frame_pixels
-from tests.interpreter import Interpreter
-from tests.noise import PATIENCE_S, wait_until
+from services.encoder.decoding.clips.clip_pool import PROBE_BYTES, ClipPool, FrameLimits
+from tests.in_process_clips import frame_pixels
+from tests.noise import PATIENCE_S
 from tests.videos import index_first, make
 from tests.worker_pids import worker_pids
 
@@ -33,15 +24,10 @@ SIZE = (48, 64)
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[MediaPool]:
-    pool = create_pool(2, video_bytes=4 << 30)
+def pool() -> Iterator[ClipPool]:
+    pool = ClipPool(2, memory_bytes=4 << 30)
     yield pool
     pool.close()
-
-
-@pytest.fixture
-def interpreter(tmp_path: Path) -> Interpreter:
-    return Interpreter(tmp_path)
 
 
 @pytest.fixture
@@ -54,18 +40,6 @@ def held() -> Iterator["Held"]:
 def resident_bytes(pid: int) -> int:
     pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
     return int(pages) * resource.getpagesize()
-
-
-def create_pool(
-    max_open: int,
-    *,
-    video_bytes: int = 0,
-    limits: Limits = DEFAULT_LIMITS,
-    executable: str = sys.executable,
-) -> MediaPool:
-    return MediaPool(
-        max_open, image_bytes=0, video_bytes=video_bytes, limits=limits, executable=executable
-    )
 
 
 class Held:
@@ -86,13 +60,13 @@ class Held:
         self._fds.clear()
 
 
-def frames(pool: MediaPool, file: MemoryAddress, *indices: int) -> list[np.ndarray]:
+def frames(pool: ClipPool, file: MemoryAddress, *indices: int) -> list[np.ndarray]:
     first, second = indices
     with pool.frames(file, SIZE, (first, second)) as found:
         return [pixels.copy() for pixels in found]
 
 
-def test_facts_and_pixels_are_those_of_the_twin(pool: MediaPool, held: Held) -> None:
+def test_facts_and_pixels_are_those_of_the_twin(pool: ClipPool, held: Held) -> None:
     data = make("webm")
     file = held.put(data)
     facts = pool.probe(file)
@@ -103,7 +77,7 @@ def test_facts_and_pixels_are_those_of_the_twin(pool: MediaPool, held: Held) -> 
         assert all(np.array_equal(*both) for both in zip(found, expected, strict=True))
 
 
-def test_a_video_that_is_asked_for_again_is_still_open(pool: MediaPool, held: Held) -> None:
+def test_a_video_that_is_asked_for_again_is_still_open(pool: ClipPool, held: Held) -> None:
     """Two videos by turns: each has its own worker, and neither is opened again."""
     files = [held.put(make(frames=20)), held.put(make("webm", frames=20))]
     for file in files:
@@ -117,62 +91,56 @@ def test_a_video_that_is_asked_for_again_is_still_open(pool: MediaPool, held: He
         pool.probe(MemoryAddress(os.getpid(), files[0].fd, "triptych-0", 100))
 
 
-def test_a_video_that_is_probed_stays_open_for_its_frames(held: Held) -> None:
-    """Its packets are read once. It gives way before videos whose frames were asked for."""
-    pool = create_pool(2, video_bytes=4 << 30)
+def test_a_worker_is_started_ahead_of_each_video(held: Held) -> None:
+    pool = ClipPool(2, memory_bytes=4 << 30)
     try:
-        data = make("webm")
-        file = held.put(data)
-        pool.probe(file)
-        assert list(pool.open_videos) == [file.name]
+        frames(pool, held.put(make()), 0, 1)
+        first, spare = worker_pids(pool)
+        second = held.put(make("webm"))
+        frames(pool, second, 0, 1)
+        assert worker_pids(pool) == [first, spare]  # no third: two are the most
+        assert pool.open_videos[second.name].pid == spare
+    finally:
+        pool.close()
+
+
+class Interpreter:
+    """A Python interpreter that a test can disable, so that no process is started with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "python"
+        self.path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        self.enable()
+
+    def enable(self) -> None:
+        self.path.chmod(0o755)
+
+    def disable(self) -> None:
+        """Lets each start of a process fail. Processes that are starting can read on."""
+        self.path.chmod(0o644)
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path) -> Interpreter:
+    return Interpreter(tmp_path)
+
+
+def test_a_worker_that_cannot_be_started_ahead_costs_no_video(
+    held: Held, interpreter: Interpreter
+) -> None:
+    pool = ClipPool(3, memory_bytes=4 << 30, executable=str(interpreter.path))
+    try:
+        assert len(frames(pool, held.put(make()), 0, 1)) == 2
         before = worker_pids(pool)
-        expected = frame_pixels(data, (0, 5))
-        assert all(map(np.array_equal, frames(pool, file, 0, 5), expected))
-        assert worker_pids(pool) == before
-        second = held.put(make())
-        pool.probe(second)
-        third = held.put(make(frames=20))
-        pool.probe(third)  # for which there is no place
-        assert set(pool.open_videos) == {file.name, second.name}
-        frames(pool, third, 0, 1)
-        assert set(pool.open_videos) == {file.name, third.name}
-    finally:
-        pool.close()
-
-
-def test_a_probe_closes_no_video_and_waits_for_none(held: Held) -> None:
-    """Nor does it wait while the only video that may be open is being decoded."""
-    pool = create_pool(1)
-    try:
-        file, other = held.put(make()), held.put(make("webm"))
-        with pool.frames(file, SIZE, (0, 1)):
-            assert pool.probe(other).num_frames == 24
-            with pytest.raises(InvalidVideo):
-                pool.probe(held.put(b"no video"))
-        assert list(pool.open_videos) == [file.name] and len(pool.workers) == 1
-    finally:
-        pool.close()
-
-
-def test_an_image_shares_no_process_with_a_video(held: Held) -> None:
-    pool = MediaPool(2, image_bytes=1 << 30, video_bytes=0)
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(buffer, "PNG")
-    image = buffer.getvalue()
-    header = read_header(image, max_source_pixels=64)
-    try:
-        with pool.still(image, header):
-            pass
-        (pid,) = worker_pids(pool)
-        file = held.put(make())
-        pool.probe(file)
-        frames(pool, file, 0, 1)
-        with pytest.raises(InvalidVideo):
-            pool.probe(held.put(b"no video"))
-        assert pool.open_videos[file.name].pid != pid
-        with pool.still(image, header):
-            pass
-        assert len(worker_pids(pool)) == 2 and pid in worker_pids(pool)
+        assert len(before) == 2  # the second worker is for the next video
+        file = held.put(make("webm"))
+        interpreter.disable()
+        for pair in ((0, 1), (2, 3)):
+            assert len(frames(pool, file, *pair)) == 2
+        assert sorted(worker_pids(pool)) == sorted(before)
+        interpreter.enable()
+        assert len(frames(pool, file, 4, 5)) == 2
+        assert len(pool.workers) == 3
     finally:
         pool.close()
 
@@ -180,46 +148,44 @@ def test_an_image_shares_no_process_with_a_video(held: Held) -> None:
 def test_a_video_whose_worker_cannot_be_started_is_for_another_encoder(
     held: Held, interpreter: Interpreter
 ) -> None:
-    pool = create_pool(1, executable=str(interpreter.path))
+    pool = ClipPool(1, memory_bytes=0, executable=str(interpreter.path))
     try:
         file = held.put(make())
-        assert len(frames(pool, file, 0, 1)) == 2
         interpreter.disable()
-        os.kill(pool.server.pid, signal.SIGKILL)
-        (worker,) = pool.workers
-        wait_until(lambda: worker.has_ended, "the worker ends with the fork server")
-        for _ in range(2):
-            with pytest.raises(Overloaded):
-                frames(pool, file, 2, 3)
         with pytest.raises(Overloaded):
-            pool.probe(file)
+            frames(pool, file, 0, 1)
+        interpreter.enable()
+        assert len(frames(pool, file, 0, 1)) == 2
+        (pid,) = worker_pids(pool)
+        os.kill(pid, signal.SIGKILL)
+        interpreter.disable()
+        with pytest.raises(Overloaded):
+            frames(pool, file, 2, 3)
         interpreter.enable()
         assert len(frames(pool, file, 2, 3)) == 2
     finally:
         pool.close()
 
 
-def test_a_bad_video_ends_no_other(pool: MediaPool, held: Held) -> None:
-    file = held.put(make())
-    frames(pool, file, 0, 1)
-    worker = pool.open_videos[file.name]
+def test_a_bad_video_ends_no_worker(pool: ClipPool, held: Held) -> None:
+    frames(pool, held.put(make()), 0, 1)
+    before = worker_pids(pool)
     for data in (b"", b"#EXTM3U\nfile:///etc/passwd\n", make()[:400], os.urandom(1000)):
         with pytest.raises(InvalidVideo):
             pool.probe(held.put(data or b"\0"))
     with pytest.raises(InvalidVideo, match="no frame 24"):
         frames(pool, held.put(make()), 24, 24)
-    frames(pool, file, 2, 3)
-    assert pool.open_videos[file.name] is worker
+    assert set(worker_pids(pool)) & set(before)
 
 
 def test_a_worker_that_dies_is_replaced(held: Held) -> None:
-    pool = create_pool(1)
+    pool = ClipPool(1, memory_bytes=0)
     try:
         file = held.put(make())
         frames(pool, file, 0, 1)
-        (worker,) = pool.workers
-        os.kill(worker.pid, signal.SIGKILL)
-        wait_until(lambda: worker.has_ended, "the worker ends")
+        (pid,) = worker_pids(pool)
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert len(frames(pool, file, 2, 3)) == 2
     finally:
         pool.close()
@@ -227,12 +193,12 @@ def test_a_worker_that_dies_is_replaced(held: Held) -> None:
 
 def test_a_video_that_takes_too_long_is_refused(held: Held) -> None:
     """The kernel ends its worker; another takes its place."""
-    pool = create_pool(1, limits=Limits(frames_cpu_s=0.1))
+    pool = ClipPool(1, memory_bytes=0, limits=FrameLimits(cpu_s=0.05))
     try:
-        slow = held.put(make("lossless", frames=120, size=(720, 1280), options={"g": "600"}))
+        slow = held.put(make("lossless", frames=60, size=(720, 1280), options={"g": "600"}))
         with (
             pytest.raises(InvalidVideo, match="too long") as refusal,
-            pool.frames(slow, (720, 1280), (119, 119)),
+            pool.frames(slow, (720, 1280), (59, 59)),
         ):
             pass
         assert type(refusal.value) is InvalidVideo  # no `DecoderLost`
@@ -250,7 +216,7 @@ def test_a_worker_may_be_lost_without_its_video_s_fault(how: str, is_certain: bo
     assert ChildLost(how).is_caused_by_work is is_certain
 
 
-def test_a_bomb_of_frames_is_refused_before_they_are_decoded(pool: MediaPool, held: Held) -> None:
+def test_a_bomb_of_frames_is_refused_before_they_are_decoded(pool: ClipPool, held: Held) -> None:
     """2,100 frames of two million pixels, of which each changes a few."""
     data = make("gif", frames=3, size=(1080, 1920), still=True)
     control = b"\x21\xf9\x04"
@@ -261,14 +227,17 @@ def test_a_bomb_of_frames_is_refused_before_they_are_decoded(pool: MediaPool, he
 
 
 def test_memory_is_limited(held: Held) -> None:
-    """A video of 30 MB a frame is refused where a process may take 64 MB; a small one is not."""
-    limits = Limits(bytes_per_pixel=0, base_bytes=0)
-    pool = create_pool(1, limits=limits)
+    """A video of 30 MB a frame is refused where a process may take 100 MB; a small one is not."""
+    limits = FrameLimits(bytes_per_pixel=0, base_bytes=0)
+    pool = ClipPool(1, memory_bytes=0, limits=limits)
     try:
         large = held.put(make("lossless", frames=2, size=(2300, 4000)))
+        assert pool.probe(large).num_frames == 2
+        before = worker_pids(pool)
         with pytest.raises(InvalidVideo), pool.frames(large, (2300, 4000), (0, 1)):
             pass
         assert len(frames(pool, held.put(make()), 0, 1)) == 2
+        assert worker_pids(pool) == before
     finally:
         pool.close()
 
@@ -276,7 +245,7 @@ def test_memory_is_limited(held: Held) -> None:
 def test_memory_does_not_grow_with_the_frames_that_are_asked_for(held: Held) -> None:
     """PyAV's frames refer to themselves: 60 of 1.4 MB would stay."""
     size = (720, 1280)
-    file, pool = held.put(make(frames=80, size=size)), create_pool(1)
+    file, pool = held.put(make(frames=80, size=size)), ClipPool(1, memory_bytes=0)
     resident: list[int] = []
     try:
         for index in range(0, 80, 2):
@@ -290,8 +259,8 @@ def test_memory_does_not_grow_with_the_frames_that_are_asked_for(held: Held) -> 
 
 def test_videos_that_nobody_asks_for_give_way(held: Held) -> None:
     """Room for one of the largest: a second one waits for the first, which is closed then."""
-    pool = create_pool(4)
-    assert pool.video_bytes == PROBE_BYTES
+    pool = ClipPool(4, memory_bytes=0)
+    assert pool.memory_bytes == PROBE_BYTES
     large = (2304, 4096)  # as facts may say
     files = [held.put(make()), held.put(make("webm"))]
 
@@ -310,5 +279,5 @@ def test_videos_that_nobody_asks_for_give_way(held: Held) -> None:
     pool.close()
 
 
-def test_an_mp4_with_its_index_first(pool: MediaPool, held: Held) -> None:
+def test_an_mp4_with_its_index_first(pool: ClipPool, held: Held) -> None:
     assert pool.probe(held.put(index_first(make()))).num_frames == 24

@@ -1,0 +1,68 @@
+"""The questions to the processes that decode videos, and their answers. Pure data: only those
+processes import PyAV.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from services.common.embeddings.shared_memory import MemoryAddress
+from services.common.geometry import Size
+
+MAX_FRAME_PIXELS = 4096 * 2304
+CORRUPT = "the video is truncated or corrupt"
+TOO_SLOW = "decoding the video takes too long"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts of a video file, as in the gRPC message `ProbeResponse`.
+
+    Attributes:
+        num_frames: number of frames.
+        rate: frames per second on average. 0 if unknown.
+        height: height of the upright frames in pixels.
+        width: width of the upright frames in pixels.
+        duration_s: duration in seconds. 0 if unknown.
+        frame_digests: digests of all frames, one after another.
+    """
+
+    num_frames: int
+    rate: float
+    height: int
+    width: int
+    duration_s: float
+    frame_digests: bytes
+
+
+class Question(msgspec.Struct):
+    """A request for the facts of a video file, or for two of its frames.
+
+    Attributes:
+        file: address of the file.
+        frames: numbers of the two frames to decode. None if the facts are requested.
+        memory_bytes: most bytes that the process may allocate for the answer.
+        cpu_s: seconds of CPU time that the answer may take.
+    """
+
+    file: MemoryAddress
+    frames: tuple[int, int] | None
+    memory_bytes: int
+    cpu_s: float
+
+
+class Answer(msgspec.Struct):
+    """The answer to a question.
+
+    Attributes:
+        facts: facts of the file. None if frames were requested, or after an error.
+        sizes: height and width of each frame. The frames' pixels are in the shared memory, one
+            frame after another.
+        error_code: code of an error in `services/common/errors.py`. Empty if there was no error.
+        message: text of the error.
+    """
+
+    facts: Facts | None = None
+    sizes: list[Size] = []
+    error_code: str = ""
+    message: str = ""
