@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -105,7 +105,11 @@ def configuration(options: ServeOptions, environment: Mapping[str, str]) -> str:
     shown = ", ".join(f"{name}={_public(name, value)}" for name, value in sorted(given.items()))
     python = ".".join(map(str, sys.version_info[:3]))
     shown = shown or "all options are the defaults"
-    return f"version {version('triptych')}, Python {python}; {shown}"
+    try:
+        own = version("triptych")
+    except PackageNotFoundError:  # run from a source tree
+        own = "unknown"
+    return f"version {own}, Python {python}; {shown}"
 
 
 def _public(name: str, value: object) -> str:

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 from contextlib import redirect_stderr, suppress
+from importlib.metadata import PackageNotFoundError
 from threading import Thread
 
 import pytest
@@ -261,3 +262,11 @@ def test_a_process_is_shown_before_it_says_anything() -> None:
     entry = json.loads(stream.getvalue())
     assert (entry["process"], entry["stage"]) == ("decoder-0", "importing Python packages")
     assert {"time", "level", "service", "message"} <= entry.keys()
+
+
+def test_a_source_tree_without_a_package_is_served_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(serve, "version", missing)
+    assert serve.configuration(ServeOptions(), {}).startswith("version unknown, Python ")
