@@ -143,8 +143,8 @@ class _EntryClaim(Claim[ArenaEntry]):
             self.arena.acquire(entry)
             return entry
         # The entry may exist without an embedding, because a cancelled lookup still writes to it.
-        # `try_reserve` then raises a KeyError, upon which the arena tries again when the entry is
-        # complete or freed.
+        # `try_reserve` then raises a KeyError. The arena catches it, and calls `attempt` again when
+        # the entry is complete or freed.
         return self.arena.try_reserve(self.key, self.spec)
 
     def undo(self, result: ArenaEntry) -> None:
@@ -152,7 +152,8 @@ class _EntryClaim(Claim[ArenaEntry]):
 
 
 class EmbeddingStore(Generic[Inputs]):
-    """The embeddings in the arena, and the lookups of others. One event loop uses the store.
+    """The embeddings in the arena, and the running lookups of embeddings that are not in it. One
+    event loop uses the store.
 
     Args:
         arena: memory for embeddings, which the store owns.

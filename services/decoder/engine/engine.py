@@ -389,7 +389,8 @@ class Engine:
                 self._finish(sequence, reason, event=event)
                 continue
             events.append(event)
-            # The step has computed the token before these tokens and these tokens but the last. If
+            # The step has computed the keys and values of the token before `ids` and of all of
+            # `ids` except the last. If
             # they have filled a block, its ids are known now, and the block can be registered.
             if len(sequence.token_ids) % block_size <= count:
                 self._blocks.register(sequence)

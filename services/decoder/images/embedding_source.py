@@ -24,8 +24,9 @@ from services.decoder.metrics import DecoderMetrics
 log = logging.getLogger(__name__)
 
 # Two sequences may name different encoders for the same image, because a gateway chooses another
-# encoder when one does not answer. If a lookup calls the encoder that one sequence has named and
-# lasts longer than this, the other sequence replaces it by a lookup that calls its own encoder.
+# encoder when one does not answer. If sequence B waits for a lookup that calls the encoder of
+# sequence A, and the lookup lasts longer than this, B replaces it by a lookup that calls the
+# encoder of B.
 _TAKEOVER_S = 1.0
 _STANDSTILL_S = 30.0
 
@@ -234,8 +235,8 @@ class EmbeddingSource:
                 timeout_s = progress.started_at + self.takeover_s - now
             else:
                 # Two kinds of news are needed: messages about this image, and messages that some
-                # image of the sequence is worked on. The time limit counts from the last message of
-                # one kind or the other, whichever came earlier.
+                # image of the sequence is worked on. Each kind has a last message. The time limit
+                # counts from the older of the two.
                 last_report_at = min(progress.last_message_at, sequence.last_work_at)
                 timeout_s = last_report_at + self.standstill_s - now
                 if timeout_s <= 0:

@@ -112,8 +112,8 @@ class Attention(nn.Module):
             return kernels.fused_decode_attention(
                 heads, metadata.block_ids, metadata.first_blocks_device, metadata.seq_lens_device
             )
-        # For some steps, the backend does not read the step's own keys and values from the cache,
-        # but from a tensor of their own.
+        # If `wants_keys_values`, the backend reads the keys and values of this step's tokens from a
+        # separate tensor, not from the cache.
         keys_values = None
         if metadata.wants_keys_values:
             num_kv_heads, head_dim = kv_cache.shape[-2:]

@@ -66,7 +66,8 @@ class Engine:
         channel: connection to the front.
         runner: owner of the device, which runs the vision tower.
         preprocessor: decoder and resizer of images, which the threads of the pool use.
-        max_batch_patches: most patches of a batch, before merging.
+        max_batch_patches: most patches of a batch. These are the patches that the tower reads, of
+        which several later become one image token.
         workers: number of threads of the preprocessing pool. One tenant's videos occupy at most
             `workers` - 1 threads, or the only thread of a pool of one.
     """

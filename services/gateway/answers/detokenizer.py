@@ -230,8 +230,8 @@ class Choice:
         return parts
 
     def _until_stop(self, parts: list[Part], *, matching: bool) -> list[Part]:
-        """Returns the parts up to the first stop string, or all parts without the end of the text
-        that may be the beginning of a stop string.
+        """Returns the parts before the first stop string. If there is none, returns all parts, but
+        holds back the end of the text if it may begin a stop string.
         """
         stops = self.stops
         if not stops.stops:

@@ -266,8 +266,9 @@ class DecoderPool(Pool[DecoderPod]):
         """Returns the decoders that accept work and serve the gateway's model.
 
         If the gateway's model directory has no weights, the gateway does not know the fingerprint
-        of its model. It then adopts the fingerprint of the decoders, and when no decoder with this
-        fingerprint is left, it adopts the fingerprint of the present decoders.
+        of its model. It then adopts the fingerprint of the decoders that it finds. When all
+        decoders with this fingerprint are gone, for example after a roll-out, it adopts the
+        fingerprint of the decoders that are there then.
         """
         fitting = self.fitting()
         pods = [pod for pod in fitting if pod.healthy]

@@ -28,9 +28,9 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     """One sequence's part of a step: its tokens [start, start + length) are computed.
 
     Attributes:
-        sequence: the sequence. It has a row, and blocks for all tokens that can be in the cache
-            after the step: start + length tokens, and the tokens that the step yields except the
-            last (limit - 1). The next step computes the keys and values of the last one.
+        sequence: the sequence. It has a row, and blocks for start + length + limit - 1 tokens.
+            The step stores keys and values of all tokens that it computes or yields, except the
+            last that it yields.
         start: number of the sequence's tokens whose keys and values are in the cache already. If
             steps in flight may yield fewer tokens than planned, it is an upper bound.
         length: number of tokens to compute now, at least 1.

@@ -60,7 +60,8 @@ class Prefills:
         self.num_prefix_hit_tokens = 0
         self._num_admissions = 0
         self._step = 0
-        # `_fitting_state` when the first waiting sequence last did not fit. It is tried again only
+        # The value of `_fitting_state` at the last time that the first waiting sequence did not
+        # fit. It is tried again only
         # when the state has changed.
         self._refused = (-1, 0, 0)
 
@@ -142,7 +143,9 @@ class Prefills:
             if long is None and budget.exceeds_step(self._chunk_end(sequence, start) - start):
                 long = sequence
                 budget.reserve_half()
-            elif budget.fitting_tokens(start):  # If not, a prompt with fewer keys may still fit.
+            # If not even one token fits, a later prompt may still fit, because its next tokens may
+            # attend to fewer keys.
+            elif budget.fitting_tokens(start):
                 chunks += self._advance(sequence, budget)
         if long is not None:
             budget.release_half()
@@ -190,7 +193,7 @@ class Prefills:
         """
         start = sequence.num_computed_tokens
         end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
-        # Sequences that were just admitted start from checkpoints of recurrent states.
+        # A sequence that was just admitted may start from a checkpoint of recurrent states.
         # `states.plan` gets `admitted`, so that it does not give the slots of these checkpoints to
         # others.
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)

@@ -121,7 +121,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if a step can be planned now, or when the tokens in flight have arrived."""
+        """True if a step can be planned without a further message: at once, or after the tokens in
+        flight have arrived.
+        """
         return bool(self.decodes.decoding or self.prefills.has_work or self.decodes.ready())
 
     @property
@@ -210,13 +212,13 @@ class Scheduler:
             batch.late = [c for c in chunks if c.from_device and c.sequence.message.token_masks]
             for chunk in batch.late:
                 chunk.is_late = True
-        if chunks:  # If there are none, this batch is not launched, and a later one has the lists.
+        if chunks:  # A batch without chunks is not launched: the next batch has the lists.
             self.prefills.admitted, self.decodes.extended = [], []
         return batch
 
     def take_wanted_images(self) -> list[ImagesOf]:
-        """Returns the images that sequences have lost and have to read again, since the last call:
-        the images were released, and the sequences preempted.
+        """Returns the images that have to be obtained again: they were released after their
+        sequence had read them, and then the sequence was preempted. Each is returned once.
         """
         wanted: list[ImagesOf] = []
         for sequence in self.prefills.lacking_images:
@@ -288,8 +290,9 @@ class Scheduler:
 
     def _yield_rows(self) -> None:
         """Preempts sequences of tenants with many rows, until the first waiting sequence, of a
-        tenant with few rows, can be admitted (`Admission.yielding`). If tokens of that sequence are
-        in flight, the sequence cannot be admitted now, and nothing is preempted.
+        tenant with few rows, can be admitted (`Admission.yielding`). If that sequence was itself
+        preempted and its last tokens are still in flight, it cannot be admitted yet, and nothing is
+        preempted.
         """
         prefills = self.prefills
         running = self.running()
