@@ -302,7 +302,7 @@ class Cluster:
         num_silent = self.plan.num_unscraped if start <= now < end else 0
         silent = {pod for fleet in self.fleets for pod in fleet.pods[:num_silent]}
         for metric, value in _METRICS.items():
-            kind = metric.partition("_")[0]
+            kind = metric.split("_")[1]  # after `triptych_`
             engines: dict[Hashable, object] = {
                 pod: engine
                 for fleet in self.fleets

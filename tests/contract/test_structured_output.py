@@ -176,7 +176,7 @@ async def test_refused_by_name(decoder, caplog):
         "idn-email": grammar("JSON_SCHEMA", {"type": "string", "format": "idn-email"}),
         "look-around": grammar("REGEX", "a(?=b)"),
         "unknown name": grammar("GRAMMAR", "start: nothing"),
-        "not JSON": grammar("JSON_SCHEMA", "{"),
+        "Expecting property name": grammar("JSON_SCHEMA", "{"),
         "[z-a]": grammar("GRAMMAR", "start: a\na: /[z-a]/\n"),
         "characters": grammar("REGEX", "a" * 300_000),
     }

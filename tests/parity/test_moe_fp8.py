@@ -205,7 +205,7 @@ EXPERT = "model.layers.0.mlp.experts.2.up_proj"
     [
         (
             lambda key, tensor: None if key == f"{EXPERT}.weight_scale_inv" else tensor,
-            rf"missing tensors: {EXPERT}\.weight_scale$",
+            rf"missing tensors: {EXPERT}\.weight_scale_inv$",
         ),
         (
             lambda key, tensor: tensor.float() if key == f"{EXPERT}.weight" else tensor,
@@ -229,5 +229,5 @@ def test_fused_experts_without_scales_are_an_error(tmp_path: Path) -> None:
     model = Model(tmp_path, 128)
     model.write()
     fused(model.directory, transposed=True, drops_scales=True)
-    with pytest.raises(CheckpointError, match=r"missing tensors: .*down_proj_scale, .*gate_up"):
+    with pytest.raises(CheckpointError, match=r"missing tensors: .*down_proj_scale_inv, .*gate_up"):
         model.ours()
