@@ -108,13 +108,10 @@ def create_gateway(
     directory = settings.media_directory
     local = None if directory is None else LocalFiles(directory)
     loader = MediaLoader(web, local, Uploads(encoders))
-    images = videos = None
-    if spec.vision is not None:
-        width = spec.text.hidden_size * spec.vision.tower.num_features
-        embeddings = ClientEmbeddings(width, loader) if settings.embeddings else None
-        images = ImageReader(loader, spec.vision.geometry, bounds, store, embeddings)
-        if spec.vision.video is not None:
-            videos = VideoReader(loader, spec.vision.video, bounds, encoders)
+    images = _image_reader(settings, spec, bounds, loader, store)
+    videos = None
+    if spec.vision is not None and spec.vision.video is not None:
+        videos = VideoReader(loader, spec.vision.video, bounds, encoders)
     parsers = WorkerThreads(1, "parse")
     prompts = PromptBuilder(spec, tokenizer, template)
     conversations = _conversations(settings, spec, tokenizer, template, bounds)
@@ -195,6 +192,21 @@ def _conversations(
         return ConversationReader(spec, tokenizer, template, bounds, settings.template_defaults)
     except ValueError as error:
         raise SettingsError(f"GATEWAY_DEFAULT_CHAT_TEMPLATE_KWARGS: {error}") from None
+
+
+def _image_reader(
+    settings: GatewaySettings,
+    spec: ModelSpec,
+    bounds: Bounds,
+    loader: MediaLoader,
+    store: EntryStore,
+) -> ImageReader | None:
+    """Makes the reader of images. Returns None if the model has no vision part."""
+    if spec.vision is None:
+        return None
+    width = spec.text.hidden_size * spec.vision.tower.num_features
+    embeddings = ClientEmbeddings(width, loader) if settings.embeddings else None
+    return ImageReader(loader, spec.vision.geometry, bounds, store, embeddings)
 
 
 def _sampling_defaults(settings: GatewaySettings, spec: ModelSpec) -> SamplingParams:

@@ -52,7 +52,7 @@ class EmbeddingWrite:
         entry: entry of the embedding, with a reference for the caller, who is the first writer.
 
     Attributes:
-        entry: as above.
+        entry: entry of the embedding.
         ranges: ranges that may be read, in the order in which they were written.
         changed: future that is done when `ranges` has grown, or will grow no more. All readers
             share it, so a reader must not cancel it. None once the writing has ended.

@@ -162,10 +162,10 @@ class EmbeddingStore(Generic[Inputs]):
         misses: counter of embeddings that a tier did not have, by tier.
 
     Attributes:
-        arena: as above.
+        arena: memory for embeddings.
         digests: digests of the arena's embeddings.
-        hits: as above.
-        misses: as above.
+        hits: counter of embeddings that a tier had, by tier.
+        misses: counter of embeddings that a tier did not have, by tier.
     """
 
     def __init__(

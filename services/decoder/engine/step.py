@@ -184,8 +184,8 @@ class Step(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """For each of the n tokens of a run of `ComputeStep.scored`: the logprob of the token that
-    comes next in the prompt, and those of the m most likely next tokens.
+    """Logprobs for a run of `ComputeStep.scored`. Each of the run's n tokens has the logprob of the
+    token that comes next in the prompt, and those of the m most likely next tokens.
     """
 
     logprobs: FloatArray  # [n] float32, of the tokens that follow, from the raw logits

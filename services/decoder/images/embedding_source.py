@@ -33,8 +33,8 @@ _STANDSTILL_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """One of the different images of a sequence. An image that occurs twice in the prompt is a
-    single request.
+    """The request of a sequence for one embedding. An image that occurs twice in the prompt is
+    requested once.
 
     Attributes:
         key: image key of the embedding.

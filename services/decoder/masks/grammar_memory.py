@@ -14,7 +14,7 @@ from services.common.process.work_limits import SLACK_BYTES, resident_bytes
 
 MAX_GRAMMAR_BYTES = 1 << 30
 # Memory that the compile process allows one grammar. The largest schema of JSONSchemaBench takes 22
-# MiB, and 32 KB of a regular expression of Unicode classes take 90.
+# MiB, and 24 KB of a regular expression of Unicode classes take 65.
 MAX_COMPILATION_BYTES = 64 << 20
 # A matcher that takes more memory fails. Matchers of ordinary texts take 0.3 KiB per token.
 _LEAST_STATE_BYTES = 64 << 20

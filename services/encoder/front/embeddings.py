@@ -57,8 +57,8 @@ class Embeddings:
         report_s: seconds between two progress reports to a reader that waits.
 
     Attributes:
-        geometry: as above.
-        store: as above.
+        geometry: the model's division of images into patches and tokens.
+        store: the embeddings in the arena, and the tiers.
     """
 
     def __init__(

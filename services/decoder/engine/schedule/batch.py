@@ -25,7 +25,7 @@ from services.decoder.engine.step import (
 
 
 class Chunk(msgspec.Struct, gc=False, eq=False):
-    """One sequence's part of a step: its tokens [start, start + length) are computed.
+    """The part of a step that computes the tokens [start, start + length) of one sequence.
 
     Attributes:
         sequence: the sequence. It has a row, and blocks for start + length + limit - 1 tokens.

@@ -84,7 +84,7 @@ class StepCost:
         expert_share: share of a layer's experts that one token uses; 0 if the model has no experts.
 
     Attributes:
-        decode_period: of this many steps without prompts, one is observed.
+        decode_period: number of steps without prompts of which one is observed.
         efficient_tokens: number of tokens above which each token of a step takes longer than below
             it, see `calibration`.
     """
