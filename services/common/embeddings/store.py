@@ -265,8 +265,8 @@ class EmbeddingStore(Generic[Inputs]):
                 await asyncio.sleep(0.01)
 
     async def _run(self, lookup: Lookup[Inputs], before: SharedTask[str] | None) -> str:
-        """Asks the tiers, and returns the name of the tier that had the embedding. An embedding in
-        the arena is then offered to the tiers that were asked before.
+        """Asks the tiers, and returns the name of the tier that had the embedding. If that tier has
+        written it to the arena, the tiers that did not have it may store it, too.
         """
         if before is not None:
             await before.ended()

@@ -1,9 +1,9 @@
 """The model families, and the function that reads a checkpoint's configuration.
 
-A family is all models whose config.json names the same architecture, such as `Qwen3ForCausalLM`. It
-needs one file in this package, whose function `read` converts the configuration into a `ModelSpec`,
-and one line in `FAMILIES`. All three services and the command line call `read_spec`, which reads
-JSON files and never weights.
+The models of a family have the same architecture in config.json, such as `Qwen3ForCausalLM`. Each
+family has a file in this package and a line in `FAMILIES`. The function `read` in the file converts
+a checkpoint's configuration into a `ModelSpec`. All three services and the command line call
+`read_spec`, which reads JSON files and never weights.
 """
 
 import importlib

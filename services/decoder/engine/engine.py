@@ -415,8 +415,8 @@ class Engine:
 
     def _release_images(self, sequence: Sequence) -> None:
         """Tells the front that the memory of the sequence's images may be reused, because the whole
-        prompt is computed. No step in flight reads the images, either: if the sequence has been
-        preempted, the scheduler does not admit it again before its tokens in flight have arrived.
+        prompt is computed. No step that is still being computed reads the images: if the sequence
+        has been preempted, the scheduler admits it again only after its last step has ended.
         """
         read = list(sequence.image_offsets)
         sequence.image_offsets.clear()

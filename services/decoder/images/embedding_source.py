@@ -241,8 +241,8 @@ class EmbeddingSource:
                 timeout_s = last_report_at + self.standstill_s - now
                 if timeout_s <= 0:
                     self.metrics.fetch_errors.labels("unavailable").inc()
-                    # The error names the encoder that the gateway has chosen, even if the lookup
-                    # has called another one, so that the gateway does not choose it again.
+                    # The address in the error is the encoder that the gateway chose, so that the
+                    # gateway does not choose it again. The lookup may have called another encoder.
                     message = f"encoder {called} did not send the embedding in time"
                     raise EncoderFailed(message, address)
             joint = task.join()

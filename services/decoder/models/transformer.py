@@ -10,8 +10,8 @@ its DeepStack features are added to the same tokens after the first decoder laye
 With tensor parallelism, each rank holds a part of the model: some heads, a share of the
 intermediate size of each MLP and expert, and a part of the vocabulary. Norms, routers and the
 embedding table are whole on each rank. A layer declares which rows or columns of the checkpoint's
-tensors it holds (`collectives.Share`). The output of `o_proj` or `down_proj` on one rank is one
-term of a sum over all ranks. `row_parallel` computes this sum and adds the residual. Rank 0
+tensors it holds (`collectives.Share`). The output projections of attention and of the MLP give only
+a part of the result on each rank. `row_parallel` sums these parts and adds the residual. Rank 0
 collects the logits of all ranks. `rank_spec` computes the sizes of a rank's part.
 """
 
@@ -37,7 +37,7 @@ from services.decoder.operations.ops import Ops
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. The layer applies the output projection, `o_proj`, afterwards.
+    """Grouped-query attention without its output projection, which the layer applies afterwards.
 
     Args:
         spec: sizes and options of the whole model.

@@ -200,8 +200,8 @@ class Engine:
             with ExitStack() as video_turn:
                 if tenant is not None and job.source.video is not None:
                     name = job.source.video.file.name
-                    # The turn was queued for the job of some frames. Frames that precede them in
-                    # the video may have come since, and are decoded first.
+                    # Several jobs may wait for frames of this video. The one whose frames come
+                    # first in the video is taken, even if the queue has returned another one.
                     job = self._jobs[self._video_turns.take(name)]
                     video_turn.callback(self._end_video_turn, name, tenant)
                 self._preprocess(job, video_turn)

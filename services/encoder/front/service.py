@@ -74,8 +74,8 @@ class EncoderServicer(Servicer):
     """
 
     SERVICE = pb.DESCRIPTOR.services_by_name["Encoder"]
-    # These methods get a stream of one message instead of the message, so that they can count its
-    # bytes before gRPC reads it; see `Servicer` and `MessageReader`.
+    # The handlers of these methods read the request's message with `MessageReader`, which counts
+    # its bytes before gRPC reads it. All other handlers get the message from gRPC.
     READING = "Encode", "Probe", "Upload"
     SERIALIZERS: ClassVar = {"Fetch": serialize}
 

@@ -92,7 +92,7 @@ class VisionTower(nn.Module):
 
         Args:
             max_patches: most patches of a batch.
-            max_segments: most segments of a batch. A segment is the rows of an image or a frame.
+            max_segments: most segments of a batch. Each image and each frame is one segment.
         """
         return StaticLayout(self._positions, max_patches, max_segments)
 

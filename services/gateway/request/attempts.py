@@ -127,10 +127,6 @@ class Attempts:
                     self._mailbox.clear()  # drops messages of the attempt before
                     await self._submit(self._unfinished)
                     while self._sequences:
-                        # No local variable holds the messages. A failure that is raised below has a
-                        # traceback, which refers to this frame and its variables. A variable with
-                        # the message that holds the failure would close a cycle, and only the
-                        # garbage collector frees a cycle.
                         events, failure = self._read(await self._mailbox.take(), has_started)
                         if events:
                             has_started = True
@@ -138,7 +134,12 @@ class Attempts:
                                 self._record_handover()
                             yield events
                         if failure is not None:
-                            raise failure
+                            try:
+                                raise failure
+                            finally:
+                                # The failure's traceback refers to this frame. If the frame kept
+                                # the failure, only the garbage collector would free the two.
+                                del failure
                         # The caller may have called `extend` while it handled the batch.
                         if extended := self._unfinished.intersection(self._extended):
                             await self._submit(extended)
@@ -170,8 +171,8 @@ class Attempts:
         self._cancel_sequence(choice)
 
     def extend(self, choice: int, token_ids: Sequence[int], max_tokens: int) -> None:
-        """Lets a choice continue up to `max_tokens`, after appending tokens as if the model had
-        generated them. `BoundedThinking` appends the tokens that close the reasoning.
+        """Appends tokens to a choice, and lets the model continue the choice after them.
+        `BoundedThinking` appends the tokens that close the reasoning.
 
         May be called before the first batch of events, and, if the choice has ended with `length`,
         between two batches.
@@ -396,8 +397,8 @@ class Attempts:
             # says why.
             await self._encodes.record_undelivered(error)
         elif isinstance(error, ProcessLost):
-            # An encoder was lost. The call that found out has counted the loss. Other calls to the
-            # same encoder fail, too; each names an image that may have killed the encoder.
+            # An encoder was lost, so all calls to it fail. `Losses` counts each of them,
+            # because each names an image that may have killed the encoder.
             await self._encodes.await_outcomes(failure.pod)
         log.warning("%s %s failed: %s", failure.service, failure.pod, error.message)
         self._losses.check()

@@ -133,7 +133,7 @@ class ChatService:
             ],
             ignored=draft.ignored,
         )
-        # Refuses a prompt that is too long for the prompt logprobs that the request wants.
+        # If the request wants logprobs of its prompt, a prompt above their limit is refused here.
         completion.prompt_scores.check(request, len(prompt.token_ids))
         num_tokens = len(prompt.token_ids) + request.num_choices * sampling.max_tokens
         num_pixels = self.prompts.num_pixels(prompt)
