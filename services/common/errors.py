@@ -24,7 +24,7 @@
     ├── Unavailable                    503  no healthy service is left
     │   ├── Overloaded                 503  a service is full or draining until `retry_after_s`
     │   └── ProcessLost                503  a process ended, perhaps because of the request
-    │       └── EngineLost             503  likewise an engine, as its front reports
+    │       └── EngineLost             503  an engine ended, perhaps because of the request
     └── DeadlineExceeded               504
 
 `endpoints` turn an error into an HTTP answer. `transport/rpc.py` turns an error into a gRPC status

@@ -389,9 +389,8 @@ class Engine:
                 self._finish(sequence, reason, event=event)
                 continue
             events.append(event)
-            # The step has computed the keys and values of the token before `ids` and of all of
-            # `ids` except the last. If
-            # they have filled a block, its ids are known now, and the block can be registered.
+            # All tokens except the last have keys and values now. If one of the step's tokens has
+            # filled a block, the ids of the block are known, and it can be registered.
             if len(sequence.token_ids) % block_size <= count:
                 self._blocks.register(sequence)
 

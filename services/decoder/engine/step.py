@@ -84,9 +84,9 @@ class ComputeStep(msgspec.Struct, array_like=True):
 
     The step has S chunks with T tokens together. A chunk is one sequence's part of the step: the
     sequence's tokens [start, start + length) are computed. B of the chunks have the last token of
-    their sequence; the next token is sampled for these. The order of the chunks is: chunks from the
-    device, whose one token is the token that the row has sampled last; other chunks of one token;
-    longer chunks. K is the number of tokens of all chunks that are not from the device.
+    their sequence; the next token is sampled for these. The chunks from the device come
+    first; the one token of each is the token that its row has sampled last. Other decodes follow,
+    then prompts. K is the number of tokens of all chunks that are not from the device.
 
     For example, a step with two decodes, in rows 3 and 0, and the first 3 tokens of a longer prompt
     in row 1 has S = 3, T = 5, B = 2, K = 3, rows `[3, 0, 1]`, lengths `[1, 1, 3]`,

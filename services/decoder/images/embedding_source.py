@@ -77,11 +77,11 @@ class EmbeddingSource:
     how long the sequence waits, and which encoder is called.
 
     Args:
-        store: the embeddings in the arena, and the lookups of others.
+        store: the arena with its embeddings, and the lookups of embeddings that it lacks.
         metrics: metrics of the decoder.
-        standstill_s: longest time in seconds that a sequence waits without news. The sequence fails
-            if, for this long, an image's encoder has sent no message, or no encoder has reported
-            work on any of the sequence's images.
+        standstill_s: longest time in seconds that a sequence waits for an encoder's next message
+            about an image. A sequence also fails if, for this long, none of its images is reported
+            to be worked on.
         takeover_s: seconds after which a sequence may replace a lookup that calls another encoder
             than the sequence has named.
     """

@@ -58,7 +58,7 @@ class Attention(nn.Module):
         super().__init__()
         self.backend, self.layer = backend, layer
         self.head_dim, self.gated = spec.head_dim, spec.output_gate
-        query_rows = spec.head_dim * (1 + self.gated)  # of a head: its query, then its gate if any
+        query_rows = spec.head_dim * (1 + self.gated)  # A gated head has a gate behind its query.
         query = ranks.share(spec.num_heads, "num_heads", query_rows)
         heads = ranks.share(spec.num_heads, "num_heads", spec.head_dim)
         kv = ranks.share(spec.num_kv_heads, "num_kv_heads", spec.head_dim, replicated=True)

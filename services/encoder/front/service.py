@@ -232,9 +232,9 @@ class EncoderServicer(Servicer):
     async def _upload(self, context: grpc.aio.ServicerContext) -> bytes:
         """Stores the file of a call, and returns its digest.
 
-        The message is a local variable of this function and not of `Upload`, so that it is freed if
-        the call fails. `_fail` clears the local variables of the functions that have ended with the
-        error. `Upload` has not ended when `_fail` runs, so its variables are not cleared.
+        The message is a local variable of this function and not of `Upload`. If the call fails,
+        `Upload` calls `_fail` while its own variables still exist. This function has ended by then,
+        so `_fail` can clear its variables, which frees the message.
         """
         async with self.messages.read(context, pb.UploadRequest) as message:
             return await self._files.put(message.tenant, message.file)

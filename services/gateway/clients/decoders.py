@@ -69,8 +69,6 @@ class DecoderPod(Pod):
         self._commands = Commands()
         self._tasks: list[asyncio.Task[None]] = []
 
-    # A task of the pool calls `check` about once a second, `connect` when the pod serves and has no
-    # stream, and `disconnect` when the pod does not answer any more.
     @property
     def misfit(self) -> str:
         """Reason why the decoder cannot serve the gateway's model. Empty if it can."""

@@ -143,7 +143,7 @@ class Attempts:
                         # The caller may have called `extend` while it handled the batch.
                         if extended := self._unfinished.intersection(self._extended):
                             await self._submit(extended)
-                        # A move takes one attempt, so there is none in the last attempt.
+                        # The last attempt cannot move: no attempt would be left to continue.
                         may_move = num_moves < MAX_MOVES and attempt < MAX_ATTEMPTS
                         if self._decoder_drains and may_move and self._can_move():
                             num_moves += 1
@@ -369,7 +369,8 @@ class Attempts:
         """
         if isinstance(error, EmbeddingLost):
             return RetryableFailure(error, "encoder", error.encoder_address)
-        # It was not this gateway that cancelled: `DecoderPod` passes on no event after `cancel`.
+        # `DecoderPod` drops the events of what this gateway has cancelled. The decoder itself has
+        # ended this sequence, so another decoder may answer it.
         if isinstance(error, Cancelled):
             error = Unavailable("the decoder cancelled the request")
         if error.param is None:
@@ -397,8 +398,8 @@ class Attempts:
             # says why.
             await self._encodes.record_undelivered(error)
         elif isinstance(error, ProcessLost):
-            # An encoder was lost, so all calls to it fail. `Losses` counts each of them,
-            # because each names an image that may have killed the encoder.
+            # An encoder was lost, so all calls to it fail. Each call names an image that may have
+            # killed the encoder, and `Losses` records these images.
             await self._encodes.await_outcomes(failure.pod)
         log.warning("%s %s failed: %s", failure.service, failure.pod, error.message)
         self._losses.check()

@@ -28,9 +28,9 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     """The part of a step that computes the tokens [start, start + length) of one sequence.
 
     Attributes:
-        sequence: the sequence. It has a row, and blocks for start + length + limit - 1 tokens.
-            The step stores keys and values of all tokens that it computes or yields, except the
-            last that it yields.
+        sequence: the sequence. It has a row, and blocks for start + length + limit - 1 tokens: the
+            step stores the keys and values of the tokens that it computes and of those that it
+            yields. Those of the last yielded token are stored by the next step.
         start: number of the sequence's tokens whose keys and values are in the cache already. If
             steps in flight may yield fewer tokens than planned, it is an upper bound.
         length: number of tokens to compute now, at least 1.

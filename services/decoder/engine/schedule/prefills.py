@@ -193,9 +193,8 @@ class Prefills:
         """
         start = sequence.num_computed_tokens
         end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
-        # A sequence that was just admitted may start from a checkpoint of recurrent states.
-        # `states.plan` gets `admitted`, so that it does not give the slots of these checkpoints to
-        # others.
+        # `admitted` protects checkpoints of recurrent states: sequences that were just admitted
+        # start from them in this step, so `states.plan` must not give their slots to others.
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)
         length = end - start
         samples = end == len(sequence.token_ids)

@@ -19,8 +19,8 @@ A sequence is always in exactly one of these queues, which belong to `Prefills` 
   arrived: an image, or the token mask for the next sample. It keeps row and blocks until another
   sequence needs them.
 - *parked*: the sequence waits for an input, as if stalled, but has neither a row nor blocks. A
-  waiting sequence is parked instead of admitted if it has fewer tokens before its first missing
-  input than are worth a step (`Prefills.min_partial_tokens`).
+  waiting sequence is parked instead of admitted if too few tokens precede its first missing input
+  (`Prefills.min_partial_tokens`).
 - *decoding*: the prompt is computed. Every step computes the sequence's next token.
 - *awaiting*: the sequence has token masks, and takes part in no step until its last token and the
   mask for its next token have arrived. With `late_masks`, it is *decoding* instead, because a mask
@@ -212,8 +212,9 @@ class Scheduler:
             batch.late = [c for c in chunks if c.from_device and c.sequence.message.token_masks]
             for chunk in batch.late:
                 chunk.is_late = True
-        if chunks:  # A batch without chunks is not launched: the next batch has the lists.
+        if chunks:
             self.prefills.admitted, self.decodes.extended = [], []
+        # Otherwise the batch is not launched, and the next batch tells the runner both lists.
         return batch
 
     def take_wanted_images(self) -> list[ImagesOf]:
