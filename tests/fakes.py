@@ -245,7 +245,8 @@ class FakeDecoder(_FakeServer):
         encoders: those that could give it embeddings. Like a real decoder, which has to wait for
             them, it never overtakes the call to the encoder.
         tokens_per_event, delay_s: the pace.
-        before: awaited before a sequence's first token; may raise a TriptychError to be sent.
+        before: awaited before a sequence's first event; may raise a TriptychError to be sent.
+        before_tokens: awaited after logprobs of the prompt and before the first token; likewise.
         die_after: break the stream after as many tokens of a sequence.
         leave_after: after as many, say that another decoder should continue it.
         submits: all that came; `running` are those not ended; `cancelled` were by the gateway.
@@ -274,6 +275,7 @@ class FakeDecoder(_FakeServer):
         self.tokens_per_event = 1
         self.delay_s = 0.0
         self.before: Callable[[decoder_pb2.Submit], Awaitable[None]] | None = None
+        self.before_tokens: Callable[[decoder_pb2.Submit], Awaitable[None]] | None = None
         self.fail_encoder_address = ""
         self.fail_after: tuple[int, str] | None = None
         self.die_after: int | None = None
@@ -340,6 +342,8 @@ class FakeDecoder(_FakeServer):
             if self.before is not None:
                 await self.before(submit)
             await self._score_prompt(submit, events)
+            if self.before_tokens is not None:
+                await self.before_tokens(submit)
             reply = self.reply[: sampling.max_tokens]
             stops = len(self.reply) < sampling.max_tokens
             if stops:

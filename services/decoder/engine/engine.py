@@ -389,8 +389,8 @@ class Engine:
                 self._finish(sequence, reason, event=event)
                 continue
             events.append(event)
-            # All tokens except the last have keys and values now. If one of the step's tokens has
-            # filled a block, the ids of the block are known, and it can be registered.
+            # A block can be registered once the ids of all its tokens are known. The step's tokens
+            # may have completed a block. `register` passes over blocks that are not complete.
             if len(sequence.token_ids) % block_size <= count:
                 self._blocks.register(sequence)
 
@@ -414,8 +414,9 @@ class Engine:
 
     def _release_images(self, sequence: Sequence) -> None:
         """Tells the front that the memory of the sequence's images may be reused, because the whole
-        prompt is computed. No step that is still being computed reads the images: if the sequence
-        has been preempted, the scheduler admits it again only after its last step has ended.
+        prompt is computed. No step that is still being computed reads the images. Only a second
+        computation of the prompt, after a preemption, would read them again, and the scheduler
+        admits a preempted sequence only when no tokens of it are in flight.
         """
         read = list(sequence.image_offsets)
         sequence.image_offsets.clear()

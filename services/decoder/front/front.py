@@ -3,8 +3,8 @@
 The front also obtains the images of the sequences, and enforces their deadlines. A sequence ends in
 two steps. First its last event is put into the outbox of its gateway, with a finish reason or an
 error; the sequence is then *reported*. When the engine has ended the sequence, too, the front
-removes it and releases its images, which a step on the device may have read until then. Each
-submitted sequence is reported exactly once, whichever part of the decoder fails.
+removes it and releases its images, which a step on the device may have read until then. Each id of
+a gateway's sequence gets exactly one last event, whichever part of the decoder fails.
 """
 
 import asyncio
@@ -94,7 +94,8 @@ class _Sequence:
         num_generated: number of tokens that this decoder has generated.
         max_generated: largest number of tokens that this decoder may generate.
         deadline: timer that ends the sequence. None if the request has no time limit.
-        reported: True once the sequence's last event is in the outbox.
+        reported: True once the sequence's last event is in the outbox, or once another sequence
+            has taken its id.
         tenant: name of the request's tenant. Empty if the request has no API key.
     """
 

@@ -234,9 +234,8 @@ class EmbeddingSource:
             if may_take_over:
                 timeout_s = progress.started_at + self.takeover_s - now
             else:
-                # Two kinds of news are needed: messages about this image, and messages that some
-                # image of the sequence is worked on. Each kind has a last message. The time limit
-                # counts from the older of the two.
+                # The sequence fails if the last message about this image is too old, or if the last
+                # message that any of the sequence's images is worked on is too old.
                 last_report_at = min(progress.last_message_at, sequence.last_work_at)
                 timeout_s = last_report_at + self.standstill_s - now
                 if timeout_s <= 0:

@@ -1,10 +1,11 @@
 """The encoder's gRPC methods.
 
-Gateways call four of them. `Encode` makes an embedding available: it encodes an image or a pair of
-video frames, or stores an embedding that a client has computed itself. `Probe` stores a video's
-file and returns how many frames the video has, their rate and their size. `Upload` and `Download`
-store and return files that clients name in later requests. Decoders call `Fetch`, which sends them
-an embedding. A call that fails ends with an error of `services.common.errors`.
+Gateways call five of them. `Describe` returns what the encoder serves. `Encode` makes an embedding
+available: it encodes an image or a pair of video frames, or stores an embedding that a client has
+computed itself. `Probe` stores a video's file and returns how many frames the video has, their rate
+and their size. `Upload` and `Download` store and return files that clients name in later requests.
+Decoders call `Fetch`, which sends them an embedding. A call that fails ends with an error of
+`services.common.errors`.
 """
 
 import asyncio
@@ -232,9 +233,9 @@ class EncoderServicer(Servicer):
     async def _upload(self, context: grpc.aio.ServicerContext) -> bytes:
         """Stores the file of a call, and returns its digest.
 
-        The message is a local variable of this function and not of `Upload`. If the call fails,
-        `Upload` calls `_fail` while its own variables still exist. This function has ended by then,
-        so `_fail` can clear its variables, which frees the message.
+        This is a function apart from `Upload`, so that a call that fails frees its message. `_fail`
+        clears the variables of functions that have ended with the error. This function has ended
+        when `_fail` runs, and `Upload`, which calls `_fail`, has not.
         """
         async with self.messages.read(context, pb.UploadRequest) as message:
             return await self._files.put(message.tenant, message.file)

@@ -114,7 +114,8 @@ class TowerTier(Tier[Work]):
         }
         for stage, seconds in lookup.seconds.items():
             self._metrics.stages.labels(stage).observe(seconds)
-        # In this time the engine has also computed the images that it had before.
+        # The time includes the computing of the images that were queued before this one. Therefore
+        # it is divided by the patches of all of them.
         self._s_per_patch = (time.monotonic() - encode.begun_at) / encode.num_queued_patches
         return True
 

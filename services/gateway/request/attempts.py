@@ -120,16 +120,16 @@ class Attempts:
         num_moves = 0
         try:
             for attempt in range(1, MAX_ATTEMPTS + 1):
-                has_started = False  # becomes True when this attempt has yielded events
+                has_tokens = False  # becomes True when this attempt has yielded tokens
                 if not self._unfinished:
                     return
                 try:
                     self._mailbox.clear()  # drops messages of the attempt before
                     await self._submit(self._unfinished)
                     while self._sequences:
-                        events, failure = self._read(await self._mailbox.take(), has_started)
+                        events, failure = self._read(await self._mailbox.take(), has_tokens)
                         if events:
-                            has_started = True
+                            has_tokens = has_tokens or _have_tokens(events)
                             if self._interrupted_at:
                                 self._record_handover()
                             yield events
@@ -157,7 +157,7 @@ class Attempts:
                 except RetryableFailure as failure:
                     if not self._unfinished:
                         return  # the caller has stopped all choices that had not ended
-                    if has_started:
+                    if has_tokens:
                         self._interrupted_at = time.monotonic()
                     await self._recover(failure)
             raise self._losses.no_pod_left()  # All attempts have failed.
@@ -324,12 +324,12 @@ class Attempts:
         return found is not None and found.fingerprint == self._fingerprint
 
     def _read(
-        self, messages: list[Message], has_started: bool
+        self, messages: list[Message], has_tokens: bool
     ) -> tuple[list[TokenEvent], Exception | None]:
         """Reads messages of the mailbox, up to the first failure that ends the attempt.
 
         Args:
-            has_started: True if the attempt has yielded events before.
+            has_tokens: True if the attempt has yielded tokens before.
 
         Returns:
             The events to yield, and the failure that ends the attempt. The failure is None if the
@@ -339,10 +339,11 @@ class Attempts:
         for message in messages:
             if not isinstance(message, TokenEvent):
                 # `Overloaded` means that the client reads too slowly. All other failures are failed
-                # encode calls. They do not matter once the decoder has sent events: it then has the
-                # embeddings of all images, also of the image whose call failed, because it found
-                # that embedding in its own memory or in Redis.
-                if isinstance(message, Overloaded) or not (has_started or events):
+                # encode calls. They do not matter once the decoder has sent a token: it then has
+                # the embeddings of all images, also of the image whose call failed, because it
+                # found that embedding in its own memory or in Redis. Logprobs of a prompt are no
+                # such proof, because they come for the tokens before a missing image, too.
+                if isinstance(message, Overloaded) or not (has_tokens or _have_tokens(events)):
                     return events, message
                 continue
             choice = message.choice
@@ -369,8 +370,8 @@ class Attempts:
         """
         if isinstance(error, EmbeddingLost):
             return RetryableFailure(error, "encoder", error.encoder_address)
-        # `DecoderPod` drops the events of what this gateway has cancelled. The decoder itself has
-        # ended this sequence, so another decoder may answer it.
+        # `DecoderPod` drops the events of sequences that this gateway has cancelled. An event that
+        # gets here tells that the decoder has cancelled the sequence, so another one may answer it.
         if isinstance(error, Cancelled):
             error = Unavailable("the decoder cancelled the request")
         if error.param is None:
@@ -415,3 +416,7 @@ class Attempts:
             self._cancel_sequence(choice)
         self._span.end()
         self._span = Span()
+
+
+def _have_tokens(events: list[TokenEvent]) -> bool:
+    return any(event.token_ids for event in events)

@@ -208,28 +208,6 @@ def test_only_encoder_is_retried_once_for_a_lost_embedding(stack):
     assert len(stack.encoder.requests) == 2
 
 
-def test_late_encode_failure_after_the_first_token_is_no_failure(stack):
-    """The decoder had the embedding from its own cache."""
-
-    begun = threading.Event()
-
-    async def fail_late(submit):
-        await once(begun.is_set)(submit)
-        raise Unavailable("too late")
-
-    stack.encoder.before = fail_late
-    stack.decoder.delay_s = 0.04
-    body = {"model": "tiny", "messages": asking(new_image()), "stream": True}
-    with stack.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as got:
-        text = ""
-        for piece in got.iter_text():
-            text += piece
-            if '"content":"A' in text:
-                begun.set()
-    assert text.endswith("data: [DONE]\n\n")
-    assert len(stack.decoder.submits) == 1
-
-
 # Decoders
 
 

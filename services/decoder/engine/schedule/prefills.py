@@ -37,9 +37,9 @@ class Prefills:
         num_preemptions: number of preemptions so far.
         num_prefix_hit_tokens: number of prompt tokens found in the prefix cache so far.
         min_partial_tokens: smallest number of tokens of a chunk that ends at a missing image or
-            before a missing mask. A step with fewer than 512 tokens takes hardly less time than
-            one with 512, because the weights are read in either, so a small extra step saves
-            nothing.
+            before a missing mask. A step reads all weights, so a step with few tokens takes hardly
+            less time than one with 512. Fewer tokens than that are computed together with those
+            behind the missing input.
     """
 
     def __init__(self, info: EngineInfo, blocks: BlockManager, decodes: Decodes) -> None:
@@ -61,8 +61,7 @@ class Prefills:
         self._num_admissions = 0
         self._step = 0
         # The value of `_fitting_state` at the last time that the first waiting sequence did not
-        # fit. It is tried again only
-        # when the state has changed.
+        # fit. It is tried again only when the state has changed.
         self._refused = (-1, 0, 0)
 
     @property

@@ -8,8 +8,8 @@ sequence's tokens is enough. The engine finds stop tokens when the ids arrive.
 A sequence is always in exactly one of these queues, which belong to `Prefills` and `Decodes`:
 
     waiting ──admit──▶ prefilling ──last token──▶ decoding ──▶ finished
-     ▲   ▲                │   ▲                    │    ▲
-     │ input              ▼   │ input              ▼    │ token and mask
+         ▲                │   ▲                    │    ▲
+         │ input          ▼   │ input              ▼    │ token and mask
     parked ◀──preempt── stalled                   awaiting
 
 - *waiting*: the sequence has neither a row nor blocks, and waits to be *admitted*, which gives it
