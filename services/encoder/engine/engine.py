@@ -30,6 +30,7 @@ from contextlib import ExitStack, suppress
 import torch
 from torch import Tensor
 
+from services.common.clock import Clock
 from services.common.errors import Cancelled, InternalError, Overloaded, TriptychError
 from services.common.process.channel import ChannelClosed, EngineChannel
 from services.common.process.heartbeat import Ping, Pong
@@ -70,6 +71,7 @@ class Engine:
         which several later become one image token.
         workers: number of threads of the preprocessing pool. One tenant's videos occupy at most
             `workers` - 1 threads, or the only thread of a pool of one.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class Engine:
         *,
         max_batch_patches: int,
         workers: int,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._channel = channel
+        self._clock = clock
         self._sending = threading.Lock()
         self._active: set[int] = set()  # job ids, guarded by `_sending`
         self._runner = runner
@@ -152,7 +156,7 @@ class Engine:
                     message.source,
                     message.rank,
                     message.tenant,
-                    received_at=time.monotonic(),
+                    received_at=self._clock(),
                 )
                 self._queue_preparation(message)
             case PlaceImage() | Ping() | Shutdown():
@@ -212,7 +216,7 @@ class Engine:
             self._unprepared.put(following, self._jobs[following[1]].tenant)
 
     def _preprocess(self, job: Job, video_turn: ExitStack) -> None:
-        start = time.monotonic()
+        start = self._clock()
         try:
             if not job.cancelled:
                 self._report_begun(job.job_id)
@@ -227,7 +231,7 @@ class Engine:
             logging.exception("preprocessing failed")
             job.error = InternalError("preprocessing failed")
         job.source = EMPTY_SOURCE
-        job.preprocess_s = time.monotonic() - start
+        job.preprocess_s = self._clock() - start
         self._mailbox.put(job)
 
     def _prepare(self, job: Job, video_turn: ExitStack) -> Tensor:
@@ -298,11 +302,11 @@ class Engine:
             return
         if chosen := self._batcher.next_batch():
             if not self._launched:
-                self._busy_since = time.monotonic()
+                self._busy_since = self._clock()
             self._launch(chosen)
 
     def _launch(self, chosen: Sequence[int]) -> None:
-        now = time.monotonic()
+        now = self._clock()
         images = [self._jobs[job_id] for job_id in chosen]
         for job in images:
             job.launched_at = now
@@ -316,7 +320,7 @@ class Engine:
             while self._launched:  # `recover` needs a device without running batches.
                 self._finish(self._launched.popleft())
             self._runner.recover()
-            self._busy_since = time.monotonic()
+            self._busy_since = self._clock()
             self._run_apart(images)
         else:
             self._launched.append(batch)
@@ -348,7 +352,7 @@ class Engine:
 
     def _finish(self, batch: LaunchedBatch) -> None:
         finite = self._runner.finish(batch)
-        now = time.monotonic()
+        now = self._clock()
         self._busy_s += now - self._busy_since
         self._busy_since = now  # The next batch, if one was launched, begins now.
         self._num_images += len(batch.images)
@@ -369,7 +373,7 @@ class Engine:
         job = self._jobs.pop(job_id)
         with self._sending:
             self._active.discard(job_id)
-        now = time.monotonic()
+        now = self._clock()
         launched_at = job.launched_at or now
         queue_s = max(0.0, launched_at - job.received_at - job.preprocess_s)
         self._send(

@@ -176,10 +176,21 @@ class FakePreprocessor:
         self.release.set()
 
 
+class FakeClock:
+    """The engine's clock, which stands still until the test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Running:
     """An engine in a thread."""
 
     def __init__(self) -> None:
+        self.clock = FakeClock()
         front_end, engine_end = create_socket_pair()
         self.ends = (front_end, engine_end)
         self.runner = FakeRunner()
@@ -191,6 +202,7 @@ class Running:
             self.preprocessor,  # type: ignore[arg-type]
             max_batch_patches=64,
             workers=2,
+            clock=self.clock,
         )
         self.thread = threading.Thread(target=self.engine.run)
         self.thread.start()
@@ -270,18 +282,17 @@ def test_two_batches_are_in_flight_and_the_rest_waits(running: Running) -> None:
 
 
 def test_the_device_is_busy_while_batches_are_on_it(running: Running) -> None:
-    start = time.monotonic()
     running.front.encode(1)
     assert running.front.codes(1) == [""]
     running.runner.device_done.clear()
-    time.sleep(0.2)  # idle
+    running.clock.now += 5  # idle
     running.front.encode(2, grid=(1, 8, 8))
     running.front.encode(3, grid=(1, 8, 8))
     wait_until(lambda: len(running.runner.batches) == 3)
-    time.sleep(0.1)
+    running.clock.now += 2
     running.runner.device_done.set()
     running.front.receive_until(lambda: running.front.stats.num_images == 3)
-    assert 0.1 <= running.front.stats.busy_s < time.monotonic() - start - 0.2
+    assert running.front.stats.busy_s == 2
 
 
 def test_a_bad_image_fails_alone(running: Running) -> None:
