@@ -21,7 +21,8 @@ PAGES = {
     "deploy/k8s/examples/README.md": "kubernetes-examples.md", "deploy/helm/README.md": "helm.md",
     "deploy/compose/README.md": "compose.md",
     "benchmarks/LOG.md": "log.md", "benchmarks/HISTORY.md": "history.md",
-    "demo/README.md": "demonstration.md", "README.md": "index.md",
+    "demo/README.md": "demonstration.md", "examples/README.md": "examples.md",
+    "README.md": "index.md",
 }  # fmt: skip
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)")
 _IMAGES = {".png", ".jpg", ".svg", ".webp"}

@@ -22,6 +22,7 @@ _LINES = (
         "test_chat_page",
         "test_clients",
         "test_demo_clips",
+        "test_examples",
         "test_ranks",
         "test_structured_output",
     ),
