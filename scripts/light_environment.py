@@ -11,8 +11,11 @@ import sysconfig
 from collections import defaultdict
 from pathlib import Path
 
-from closure import closure, own_requirements
 from packaging.requirements import Requirement
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from closure import closure, own_requirements
 
 _TESTS = (
     "hypothesis", "pillow", "pytest", "pytest-asyncio", "pytest-timeout",
@@ -47,13 +50,18 @@ def link(site: Path, target: Path, wanted: set[str], owners: Owners, folder: str
             link(site, target, wanted, owners, path)
 
 
+def fill(environment: Path, roots: list[Requirement], *others: str) -> None:
+    """Links the distributions that `roots` need, and `others`, into an environment."""
+    site = Path(sysconfig.get_path("purelib"))
+    (target,) = environment.glob("lib/python3*/site-packages")
+    names = {importlib.metadata.distribution(name).name for name in (*others, *closure(roots))}
+    link(site, target, names, owners_of_paths(site))
+
+
 def main() -> int:
     """Links; returns the exit status."""
-    site = Path(sysconfig.get_path("purelib"))
-    (target,) = Path(sys.argv[1]).absolute().glob("lib/python3*/site-packages")
     roots = own_requirements("gateway") + [Requirement(name) for name in _TESTS]
-    names = {importlib.metadata.distribution(name).name for name in (_PROJECT, *closure(roots))}
-    link(site, target, names, owners_of_paths(site))
+    fill(Path(sys.argv[1]).absolute(), roots, _PROJECT)
     return 0
 
 

@@ -10,13 +10,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+from scripts.light_environment import fill
 from tests.noise import PATIENCE_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VERSION = PROJECT["version"]
 _SOURCES = ("triptych", "services", "kernels", "demo", "benchmarks")
 _FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE")
 
@@ -36,18 +39,33 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+def install(wheel: Path, environment: Path) -> Path:
+    """Makes an environment with the wheel and nothing else, and returns its programs' folder."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    python = environment / "bin" / "python"
+    words = ["-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([sys.executable, *words, str(wheel)], check=True)
+    return python.parent
+
+
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment with the wheel and, from this one, what it needs."""
-    folder = tmp_path_factory.mktemp("installed")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
-    python = folder / "venv" / "bin" / "python"
-    words = ["-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([sys.executable, *words, str(wheel)], check=True)
-    (site,) = (folder / "venv" / "lib").glob("python3*/site-packages")
+    environment = tmp_path_factory.mktemp("installed") / "venv"
+    programs = install(wheel, environment)
+    (site,) = (environment / "lib").glob("python3*/site-packages")
     # Packages alone: what a file of paths names there, such as this checkout, is not followed.
     (site / "needs.pth").write_text(sysconfig.get_path("purelib"))
-    return python.parent
+    return programs
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment as `pip install triptych` makes it, without extras."""
+    environment = tmp_path_factory.mktemp("bare") / "venv"
+    programs = install(wheel, environment)
+    fill(environment, [Requirement(text) for text in PROJECT["dependencies"]])
+    return programs
 
 
 def test_it_installs_one_name(wheel: Path) -> None:
@@ -60,6 +78,35 @@ def test_it_installs_one_name(wheel: Path) -> None:
         "demo/model/model.safetensors", "demo/samples/samples.json", "benchmarks/words.txt",
     } <= inside  # fmt: skip
     assert not any(name.startswith(("tests/", "scripts/")) for name in inside)
+
+
+def test_every_command_works_bare_or_names_its_extra(bare: Path, tmp_path: Path) -> None:
+    def run(*words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [bare / "triptych", *words], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+        assert "Traceback" not in done.stdout, done.stdout
+        return done.returncode, done.stdout
+
+    assert run("--version") == (0, f"triptych {VERSION}\n")
+    status, text = run("--help")
+    commands = set(re.findall(r"^    (\w+) ", text, re.MULTILINE))
+    nowhere = ("--url", "http://127.0.0.1:9")
+    for command, words, status, part in (
+        ("ask", (*nowhere, "hello"), 1, "is `triptych serve` running?"),
+        ("chat", nowhere, 1, "is `triptych serve` running?"),
+        ("key", ("me",), 0, "key, shown once: sk-"),
+        ("serve", (), 2, "pip install 'triptych[all]'"),
+        ("demo", (), 2, "pip install 'triptych[all]'"),
+        ("bench", (), 2, "pip install 'triptych[bench]'"),
+        ("compile", (), 2, "pip install 'triptych[cuda]'"),
+    ):
+        found, text = run(command, *words)
+        assert found == status and part in text, (command, text)
+        commands.remove(command)
+    assert not commands
 
 
 @pytest.mark.nightly
