@@ -72,6 +72,46 @@ def test_a_curl_can_be_copied_and_run(docs: Page, stack: GatewayStack) -> None:
         docs.wait_for(f"{box}?.textContent.startsWith('{status_of(' '.join(operation))} ')")
 
 
+def test_fields_are_folded_into_their_endpoint(docs: Page) -> None:
+    first = "document.querySelector('#createChatCompletion')"
+    assert docs.evaluate(f"{first}.querySelectorAll('.field').length") == 0
+    titles = docs.evaluate(
+        f"[...{first}.querySelectorAll('details > summary > b')].map(each => each.textContent)"
+    )
+    assert titles == ["Request", "Answer", "Answer (each event of a stream)", "Error"]
+
+    def field(name: str, inside: str) -> str:
+        """Returns an expression for the box of a field."""
+        return (
+            f"[...{inside}.querySelectorAll(':scope > .field')]"
+            f".find(each => each.querySelector('code').textContent === '{name}')"
+        )
+
+    request = f"{first}.querySelector('details')"
+    docs.evaluate(f"{request}.open = true")
+    messages = field("messages", request)
+    docs.wait_for(messages)
+    assert "[Message] (at least 1" in docs.evaluate(f"{messages}.textContent")
+    assert "The conversation: texts, images" in docs.evaluate(f"{messages}.textContent")
+    message = f"{messages}.querySelector('details')"
+    docs.evaluate(f"{message}.open = true")
+    docs.wait_for(field("role", message))
+    # What only the fields of other endpoints mention is not there.
+    assert "ResponseNamespace" not in docs.evaluate(f"{first}.textContent")
+    described = docs.evaluate(
+        f"[...{request}.querySelectorAll('.field > p')].map(p => p.innerText)"
+    )
+    assert len(described) > 50 and all(described)
+    assert not any("`" in text for text in described)
+
+
+def test_the_list_of_endpoints_leads_to_each(docs: Page) -> None:
+    names = docs.evaluate("[...document.querySelectorAll('#endpoints a')].map(a => a.textContent)")
+    assert names == [" ".join(operation) for operation in OPERATIONS]
+    docs.evaluate("document.querySelector('#endpoints li:nth-of-type(9) a').click()")
+    docs.wait_for("document.getElementById('listModels').getBoundingClientRect().top < 100")
+
+
 def test_it_fits_a_phone(docs: Page) -> None:
     docs.resize(*PHONE, is_phone=True)
     assert docs.evaluate("document.documentElement.scrollWidth") == PHONE[0]

@@ -7,12 +7,14 @@ the document with what is accepted.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from inspect import cleandoc
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from services.gateway.endpoints.examples import BODIES, curls
+from services.gateway.endpoints.field_descriptions import description_of
 from services.gateway.endpoints.models import ModelCard, ModelList
 from services.gateway.endpoints.tokenization import (
     DetokenizeRequest,
@@ -31,6 +33,7 @@ from services.gateway.forms.text_completions import CompletionRequest, TextCompl
 
 _PREFIX = "#/components/schemas/"
 _HINT = "Accepted without effect."
+_NAME = "Name or id of the object, as another answer gave it."
 _JSON, _EVENTS = "application/json", "text/event-stream"
 
 
@@ -39,12 +42,15 @@ class Operation:
     """An endpoint.
 
     Attributes:
+        name: the `operationId`, from which generators of clients make the name of a method.
+        summary: description of the endpoint, without a full stop.
         request: type of the JSON body. None if the endpoint takes no body.
         response: type of the JSON answer. None if no type describes the answer.
         event: type of the events of a stream. None if the endpoint never streams.
         media_type: media type of the answer.
     """
 
+    name: str
     summary: str
     request: type[Struct] | None = None
     response: type[Struct] | None = None
@@ -55,54 +61,69 @@ class Operation:
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
-        "A chat completion, whole or as a stream", ChatRequest, chat.ChatCompletion,
-        chat.ChatCompletionChunk,
+        "createChatCompletion", "A chat completion, whole or as a stream",
+        ChatRequest, chat.ChatCompletion, chat.ChatCompletionChunk,
     ),
     ("POST", "/v1/completions"): Operation(
-        "Text completions, whole or as a stream", CompletionRequest, TextCompletion, TextCompletion
+        "createCompletion", "Text completions, whole or as a stream",
+        CompletionRequest, TextCompletion, TextCompletion,
     ),
     ("POST", "/v1/responses"): Operation(
-        "A response, whole or as a stream", responses.ResponsesRequest, responses.ResponseObject,
-        responses.ResponseEvent,
+        "createResponse", "A response, whole or as a stream",
+        responses.ResponsesRequest, responses.ResponseObject, responses.ResponseEvent,
     ),
     ("GET", "/v1/responses/{name}"): Operation(
-        "A stored response", None, responses.ResponseObject
+        "getResponse", "A stored response", None, responses.ResponseObject
     ),
     ("DELETE", "/v1/responses/{name}"): Operation(
-        "Deletes a stored response", None, responses.DeletedResponse
+        "deleteResponse", "Deletes a stored response", None, responses.DeletedResponse
     ),
-    ("POST", "/v1/responses/{name}/cancel"): Operation("400: no response runs in the background"),
+    ("POST", "/v1/responses/{name}/cancel"): Operation(
+        "cancelResponse", "400: no response runs in the background"
+    ),
     ("POST", "/v1/messages"): Operation(
-        "A message, whole or as a stream", messages.MessagesRequest, messages.MessageAnswer,
-        messages.MessageEvent,
+        "createMessage", "A message, whole or as a stream",
+        messages.MessagesRequest, messages.MessageAnswer, messages.MessageEvent,
         error=MessagesErrorAnswer,
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
-        "Tokens of a message's prompt", messages.CountTokensRequest, messages.TokenCount,
-        error=MessagesErrorAnswer,
+        "countMessageTokens", "Tokens of a message's prompt",
+        messages.CountTokensRequest, messages.TokenCount, error=MessagesErrorAnswer,
     ),
-    ("GET", "/v1/models"): Operation("The served models", None, ModelList),
-    ("GET", "/v1/models/{name}"): Operation("A served model", None, ModelCard),
+    ("GET", "/v1/models"): Operation("listModels", "The served models", None, ModelList),
+    ("GET", "/v1/models/{name}"): Operation("getModel", "A served model", None, ModelCard),
     ("POST", "/v1/media"): Operation(
-        "Stores a file, which later requests can name", UploadRequest, UploadAnswer
+        "uploadMedia", "Stores a file, which later requests can name", UploadRequest, UploadAnswer
     ),
-    ("DELETE", "/v1/media/{name}"): Operation("Deletes an uploaded file", None, DeletedUpload),
+    ("DELETE", "/v1/media/{name}"): Operation(
+        "deleteMedia", "Deletes an uploaded file", None, DeletedUpload
+    ),
     ("POST", "/tokenize"): Operation(
-        "Token ids of text or messages", TokenizeRequest, TokenizeResponse
+        "tokenize", "Token ids of text or messages", TokenizeRequest, TokenizeResponse
     ),
-    ("POST", "/detokenize"): Operation("Text of token ids", DetokenizeRequest, DetokenizeResponse),
-    ("GET", "/tokenizer_info"): Operation("tokenizer_config.json and the chat template"),
-    ("GET", "/metrics"): Operation("The gateway's metrics", media_type="text/plain"),
-    ("GET", "/load"): Operation("How many requests the gateway serves now"),
-    ("POST", "/reset_prefix_cache"): Operation("Empties the decoders' prefix caches"),
-    ("GET", "/version"): Operation("The version of this software"),
-    ("GET", "/health"): Operation("200 while the process answers"),
-    ("GET", "/ping"): Operation("200 while the process answers"),
-    ("GET", "/ready"): Operation("200 while requests are served; 503 at start and end"),
-    ("GET", "/openapi.json"): Operation("This document"),
-    ("GET", "/docs"): Operation("This document as a page", media_type="text/html"),
-    ("GET", "/"): Operation("The chat page", media_type="text/html"),
-    ("GET", "/static/{name}"): Operation("A file of the pages", media_type="text/javascript"),
+    ("POST", "/detokenize"): Operation(
+        "detokenize", "Text of token ids", DetokenizeRequest, DetokenizeResponse
+    ),
+    ("GET", "/tokenizer_info"): Operation(
+        "getTokenizerInfo", "tokenizer_config.json and the chat template"
+    ),
+    ("GET", "/metrics"): Operation("getMetrics", "The gateway's metrics", media_type="text/plain"),
+    ("GET", "/load"): Operation("getLoad", "How many requests the gateway serves now"),
+    ("POST", "/reset_prefix_cache"): Operation(
+        "resetPrefixCache", "Empties the decoders' prefix caches"
+    ),
+    ("GET", "/version"): Operation("getVersion", "The version of this software"),
+    ("GET", "/health"): Operation("getHealth", "200 while the process answers"),
+    ("GET", "/ping"): Operation("ping", "200 while the process answers"),
+    ("GET", "/ready"): Operation(
+        "getReadiness", "200 while requests are served; 503 at start and end"
+    ),
+    ("GET", "/openapi.json"): Operation("getDocument", "This document"),
+    ("GET", "/docs"): Operation("getApiPage", "This document as a page", media_type="text/html"),
+    ("GET", "/"): Operation("getChatPage", "The chat page", media_type="text/html"),
+    ("GET", "/static/{name}"): Operation(
+        "getStaticFile", "A file of the pages", media_type="text/javascript"
+    ),
 }  # fmt: skip
 
 
@@ -135,15 +156,23 @@ def openapi_document(version: str) -> dict[str, Any]:
 
 
 def _describe(name: str, schema: dict[str, Any]) -> None:
-    """Adds the hints to the schema of an object: fields without effect, which its type lacks."""
+    """Describes the fields of an object, and adds its hints: fields without effect, which the type
+    of the object lacks.
+    """
+    properties: dict[str, dict[str, Any]] = schema.get("properties", {})
+    for field, described in properties.items():
+        described.setdefault("description", description_of(name, field))
+    if "description" in schema:  # A docstring, which may list the attributes.
+        schema["description"] = cleandoc(schema["description"]).partition("\n\nAttributes:")[0]
     if schema.get("additionalProperties") is not False:  # Only objects of requests have hints.
         return
-    properties: dict[str, dict[str, Any]] = schema.setdefault("properties", {})
     for field, values in BY_OBJECT.get(name, {}).items():
         if field in properties:
             continue
-        hint: dict[str, Any] = {"description": _HINT}
+        hint: dict[str, Any] = {"description": _HINT, "x-no-effect": True}
         properties[field] = hint if values is None else hint | {"enum": [None, *values]}
+    if properties:
+        schema["properties"] = properties
 
 
 def _operation(path: str, operation: Operation, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
@@ -154,6 +183,7 @@ def _operation(path: str, operation: Operation, schema_of: Mapping[Any, Any]) ->
     if operation.event is not None:
         answer |= content(_EVENTS, operation.event)
     found: dict[str, Any] = {
+        "operationId": operation.name,
         "summary": operation.summary,
         "responses": {
             "200": {"description": "The answer", "content": answer},
@@ -167,5 +197,5 @@ def _operation(path: str, operation: Operation, schema_of: Mapping[Any, Any]) ->
         found["requestBody"] = {"required": True, "content": body}
     if "{name}" in path:
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        found["parameters"] = [name]
+        found["parameters"] = [name | {"description": _NAME}]
     return found

@@ -1,4 +1,4 @@
-/* The OpenAPI document as a page: for each endpoint curls to copy or to run here, then its types. */
+/* The OpenAPI document as a page: for each endpoint curls to copy or to run here, then its fields, folded. */
 import {codeBlock} from "./code.js";
 import {$, button, element} from "./dom.js";
 
@@ -7,45 +7,66 @@ const MAX_SHOWN = 20000, MEDIA = ["image", "video"];
 const el = (tag, ...children) => element(tag, "", ...children);
 const key = sessionStorage.getItem("key");   // as given on the chat page
 const headers = {"content-type": "application/json", ...(key ? {authorization: "Bearer " + key} : {})};
+let schemas = {};   // objects by their names
 
-function link(name) {
-  const a = el("a", name);
-  a.href = "#" + name;
-  return a;
-}
-
+/* The type of a field as text; objects are there by their names. */
 function typeOf(schema) {
-  const out = el("code");
-  if (schema.$ref) out.append(link(schema.$ref.slice(PREFIX.length)));
-  else if (schema.anyOf) schema.anyOf.forEach((s, i) => out.append(i ? " | " : "", typeOf(s)));
-  else if (schema.enum) out.append(schema.enum.map(v => JSON.stringify(v)).join(" | "));
-  else if ("const" in schema) out.append(JSON.stringify(schema.const));
-  else if (schema.type === "array") out.append("[", typeOf(schema.items || {}), "]");
-  else if (schema.type === "object" && schema.additionalProperties) {
-    out.append("{string: ", typeOf(schema.additionalProperties), "}");
-  } else out.append(schema.type || "any");
+  if (schema.$ref) return schema.$ref.slice(PREFIX.length);
+  if (schema.anyOf) return schema.anyOf.map(typeOf).join(" | ");
   const bounds = [
     ["≥ ", schema.minimum], ["> ", schema.exclusiveMinimum], ["≤ ", schema.maximum],
     ["at least ", schema.minItems ?? schema.minLength], ["at most ", schema.maxItems ?? schema.maxLength],
   ].filter(([, v]) => v !== undefined).map(([word, v]) => word + v);
-  if (bounds.length) out.append(" (" + bounds.join(", ") + ")");
-  return out;
+  let name = schema.type || "any";
+  if (schema.enum) name = schema.enum.map(v => JSON.stringify(v)).join(" | ");
+  else if ("const" in schema) name = JSON.stringify(schema.const);
+  else if (schema.type === "array") name = `[${typeOf(schema.items || {})}]`;
+  else if (schema.type === "object" && schema.additionalProperties) name = `{string: ${typeOf(schema.additionalProperties)}}`;
+  return bounds.length ? `${name} (${bounds.join(", ")})` : name;
+}
+
+/* Names of the objects that a type mentions. */
+function objectsOf(schema) {
+  if (schema.$ref) return [schema.$ref.slice(PREFIX.length)];
+  const inner = [...(schema.anyOf || []), schema.items, schema.additionalProperties];
+  return [...new Set(inner.filter(each => each && typeof each === "object").flatMap(objectsOf))];
+}
+
+/* Text in which `words` between backticks are code. */
+function prose(text) {
+  return text.split("`").map((part, i) => i % 2 ? el("code", part) : part);
+}
+
+/* A folded part of the page, which is filled when it is first opened. */
+function folded(summary, fill) {
+  const box = el("details", el("summary", ...summary));
+  box.addEventListener("toggle", () => box.append(...fill()), {once: true});
+  return box;
+}
+
+function objects(schema) {
+  return objectsOf(schema).map(name =>
+    folded([el("b", name), " ", ...prose(schemas[name].description || "")], () => fields(schemas[name])));
 }
 
 function fields(schema) {
-  const table = el("table");
-  for (const [name, field] of Object.entries(schema.properties || {})) {
-    const row = table.insertRow();
-    row.insertCell().append(el("code", name + ((schema.required || []).includes(name) ? " *" : "")));
-    row.insertCell().append(typeOf(field));
-    row.insertCell().append(field.description || "");
-  }
-  return table;
+  const all = Object.entries(schema.properties || {}), required = schema.required || [];
+  const shown = all.filter(([, field]) => !field["x-no-effect"]).map(([name, field]) => element("div", "field",
+    el("code", name), " ", element("span", "soft", typeOf(field) + (required.includes(name) ? ", required" : "")),
+    el("p", ...prose(field.description || "")), ...objects(field)));
+  const hints = all.filter(([, field]) => field["x-no-effect"]).map(([name, {enum: values}]) =>
+    values?.length > 1 ? `${name} (${values.slice(1).map(v => JSON.stringify(v)).join(", ")})` : name);
+  if (hints.length) shown.push(folded(["Accepted without effect"], () => [el("p", hints.join(", "))]));
+  return shown.length ? shown : [el("p", "No fields.")];
 }
 
-function bodies(title, content) {
-  return Object.entries(content || {}).filter(([, c]) => Object.keys(c.schema).length)
-    .map(([kind, c]) => el("p", title + " (" + kind + "): ", typeOf(c.schema)));
+/* The fields of a body: those of its object at once, or several objects to choose from. */
+function body(title, content) {
+  return Object.entries(content || {}).filter(([, c]) => Object.keys(c.schema).length).map(([kind, {schema}]) => {
+    const events = kind === "text/event-stream" ? " (each event of a stream)" : "", type = typeOf(schema);
+    return folded([el("b", title + events), " ", type.includes("|") ? "" : el("code", type)],
+      () => schema.$ref ? fields(schemas[type]) : objects(schema));
+  });
 }
 
 /* The served model and whether a key is needed; the examples are for it. */
@@ -88,35 +109,30 @@ async function ask(method, url, body) {
 function endpoint(path, method, op, asked) {
   const upper = method.toUpperCase(), json = op.requestBody?.content["application/json"];
   const samples = op["x-codeSamples"].filter(({label}) => !MEDIA.includes(label) || asked.takes.includes(label));
-  return el("section",
+  const made = el("section",
     el("h3", element("span", "method", upper), " " + path), el("p", op.summary + "."),
     ...samples.map(each => sample(upper, path, each, json?.examples[each.label].value, asked)),
-    el("details", el("summary", "Types"),
-      ...bodies("Request", op.requestBody?.content),
-      ...bodies("Answer", op.responses["200"].content),
-      ...bodies("Error", op.responses.default.content)));
+    ...body("Request", op.requestBody?.content),
+    ...body("Answer", op.responses["200"].content),
+    ...body("Error", op.responses.default.content));
+  made.id = op.operationId;
+  return made;
 }
 
 async function show() {
   const [doc, asked] = await Promise.all([fetch("openapi.json").then(r => r.json()), server()]);
   $("server").append("Base URL for OpenAI's clients: ", el("code", BASE + "/v1"), asked.needsKey
     ? ". This server needs a key: export API_KEY=… before a curl; Run takes the one of the chat page's settings." : ".");
-  $("main").replaceChildren(el("h2", "Endpoints"));
-  for (const [path, methods] of Object.entries(doc.paths)) {
-    for (const [method, op] of Object.entries(methods)) $("main").append(endpoint(path, method, op, asked));
-  }
-  $("main").append(el("h2", "Types"));
-  for (const [name, schema] of Object.entries(doc.components.schemas)) {
-    const box = element("details", "type", el("summary", el("b", name), " ", schema.description || ""), fields(schema));
-    box.id = name;
-    $("main").append(box);
-  }
-  const open = () => {
-    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    if (target) { target.open = true; target.scrollIntoView(); }
-  };
-  addEventListener("hashchange", open);
-  open();
+  schemas = doc.components.schemas;
+  const operations = Object.entries(doc.paths).flatMap(([path, methods]) =>
+    Object.entries(methods).map(([method, op]) => [path, method, op]));
+  $("main").replaceChildren(...operations.map(each => endpoint(...each, asked)));
+  $("endpoints").replaceChildren(el("ul", ...operations.map(([path, method, op]) => {
+    const link = el("a", element("span", "method", method.toUpperCase()), " " + path);
+    link.href = "#" + op.operationId;
+    return el("li", link);
+  })));
+  document.getElementById(decodeURIComponent(location.hash.slice(1)))?.scrollIntoView();
 }
 
 show().catch(error => { $("main").textContent = "openapi.json cannot be read: " + error; });

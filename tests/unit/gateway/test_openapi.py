@@ -1,6 +1,7 @@
 """The OpenAPI document says what is accepted and answered: no more, no less."""
 
 import json
+import re
 import shlex
 from typing import get_args
 
@@ -9,6 +10,7 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.gateway.endpoints.examples import ADDRESS, BODIES
+from services.gateway.endpoints.field_descriptions import OWN, SHARED
 from services.gateway.endpoints.openapi import OPERATIONS, openapi_document
 from services.gateway.forms.hints import BY_OBJECT
 from services.gateway.forms.json_body import Parser
@@ -66,6 +68,30 @@ def test_null_means_the_same_as_absence(kind):
                     msgspec.convert(None, field.type)
         left += get_args(found)
     assert len(seen) > 1 or kind.__name__ in ("DetokenizeRequest", "UploadRequest")
+
+
+def test_each_endpoint_has_an_id_of_its_own():
+    operations = [o for methods in DOCUMENT["paths"].values() for o in methods.values()]
+    names = [operation["operationId"] for operation in operations]
+    assert len(set(names)) == len(names) == len(OPERATIONS)
+    assert all(re.fullmatch(r"[a-z][A-Za-z]+", name) for name in names)
+    parameters = [p for operation in operations for p in operation.get("parameters", [])]
+    assert parameters and all(parameter["description"] for parameter in parameters)
+
+
+def test_each_field_and_each_object_is_described():
+    fields = {(n, f) for n, schema in SCHEMAS.items() for f in schema.get("properties", {})}
+    assert len(fields) > 1000
+    for name, field in fields:
+        text = SCHEMAS[name]["properties"][field]["description"]
+        assert re.fullmatch(r"[A-Z`].+\.", text), (name, field, text)
+    for name, schema in SCHEMAS.items():
+        assert schema["description"].strip(), name
+        assert "Attributes:" not in schema["description"]
+    # No description of a field that is gone.
+    of_objects = {(name, field) for name, texts in OWN.items() for field in texts}
+    assert of_objects <= fields
+    assert SHARED.keys() <= {field for _, field in fields - of_objects}
 
 
 def test_references_lead_somewhere():
