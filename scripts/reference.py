@@ -103,18 +103,36 @@ def _default(field: FieldInfo) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
+# Settings in the order in which people need them; the others follow in the order of the code.
+BY_USE = (
+    "model", "served_model_name", "device", "dtype", "quantization", "load_format", "host", "port",
+    "address", "api_keys", "allowed_sites", "encoder_addresses", "decoder_addresses",
+    "max_model_len", "max_num_sequences", "memory_fraction", "kv_cache_dtype", "kv_cache_bytes",
+    "cache_bytes", "tensor_parallel", "step_ms", "max_images", "max_videos", "max_image_bytes",
+    "max_image_pixels", "max_body_bytes", "allowed_media", "request_timeout_s", "chat_template",
+    "default_chat_template_kwargs", "override_generation_config", "unknown_fields", "log_level",
+    "metrics_port", "redis_url", "redis_password_file", "redis_directory", "replicas",
+)  # fmt: skip
+
+
 def settings_page() -> str:
-    """docs/settings.md."""
+    """Returns docs/settings.md: a table for each service, with an anchor for each variable."""
     parts = [
-        "# Settings\n\nEach service reads variables of its prefix once, at its start; one that is "
-        "unknown, missing or malformed ends it with a line that names it. `triptych serve` passes "
-        "exported variables through; where an option or its own plan decides, it says which "
-        f"variable gives way.\n\n{_NOTE}"
+        "# Settings\n\nServices read their environment variables (`GATEWAY_…`, `ENCODER_…`, "
+        "`DECODER_…`) when they start. An unknown, missing or invalid variable stops the service "
+        "with an error that names it. `triptych serve` passes exported variables on; its "
+        "[options](cli.md) override them, and it prints every variable that it ignores. The most "
+        f"used variables come first.\n\n{_NOTE}"
     ]
     for service, cls in SETTINGS.items():
-        rows = ("| `" + "` | ".join(row[:1]) + "` | " + " | ".join(row[1:]) + " |"
-                for row in settings_rows(cls))  # fmt: skip
-        parts.append(_table(service.capitalize(), ("variable", "type", "default", "meaning"), rows))
+        places = {cls.prefix + name.upper(): place for place, name in enumerate(BY_USE)}
+        rows = sorted(settings_rows(cls), key=lambda row: places.get(row[0], len(BY_USE)))
+        lines = [
+            f'| <a id="{name.lower()}"></a>[`{name}`](#{name.lower()}) | {" | ".join(more)} |'
+            for name, *more in rows
+        ]
+        head = ("variable", "type", "default", "meaning")
+        parts.append(_table(service.capitalize(), head, lines))
     return "\n".join(parts)
 
 
@@ -236,12 +254,13 @@ def room(text: TextSpec, *, fp8: bool, fp8_cache: bool, shared: bool, card_gb: i
 def cards_page() -> str:
     """docs/cards.md."""
     parts = [
-        "# Cards and models\n\nTokens of KV cache, in thousands, that a model leaves on a card: "
+        "# GPUs and models\n\nTokens of KV cache, in thousands, that a model leaves on a card: "
         "what all running requests share, images' tokens included (a 1024² image has about "
         "1,000). `no`: it does not fit. A model with images shares its card with its encoder, and "
         "gets 75 % of it; a text model gets 90 %, and so does a decoder where encoders have cards "
-        f"of their own ([layouts](serve.md#cards)). Up to {_MAX_NUM_SEQS} requests run at once; "
-        "Qwen3.5 keeps recurrent states for each, so that fewer (`--max-num-seqs`) leave more.\n\n"
+        "of their own ([layouts](serve.md#several-gpus-multi-gpu)). Up to "
+        f"{_MAX_NUM_SEQS} requests run at once; Qwen3.5 keeps recurrent states for each, so that "
+        "fewer (`--max-num-seqs`) leave more.\n\n"
         "These are sums of sizes (weights, states, CUDA's own memory, an estimate of the largest "
         "step), not measurements. `triptych serve` does the same sum before it starts, and "
         "prints what there is once it has measured it. GB are those of the cards' names.\n\n"

@@ -24,6 +24,15 @@ PAGES = {
     "demo/README.md": "demonstration.md", "examples/README.md": "examples.md",
     "README.md": "index.md",
 }  # fmt: skip
+# Pages for developers and records that the search leaves out, and how much more than other pages a
+# page counts in it. A page that answers a question comes before one that mentions the words.
+NOT_SEARCHED = re.compile(r"(adr/.*|upstream/.*|log|history|changelog|before-0\.2|files)\.md")
+SEARCH_BOOST = {
+    "install.md": 4.0, "serve.md": 2.0, "images.md": 3.0, "structured-output.md": 2.0,
+    "tools.md": 2.0, "sizing.md": 2.0, "troubleshooting.md": 4.0, "helm.md": 2.0,
+    "architecture.md": 0.2, "internals.md": 0.2, "recipes.md": 0.2, "glossary.md": 0.2,
+    "contributing.md": 0.2, "chaos.md": 0.2, "kubernetes.md": 0.5, "security.md": 0.5,
+}  # fmt: skip
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)")
 _IMAGES = {".png", ".jpg", ".svg", ".webp"}
 
@@ -44,8 +53,13 @@ def on_files(files: Files, config: Any) -> Files:  # noqa: ANN401 - mkdocs'
 
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:  # noqa: ANN401 - mkdocs'
-    """Rewrites the links of a page."""
+    """Rewrites the links of a page, and says how the search treats it."""
     uri: str = page.file.src_uri
+    if uri == "index.md":
+        page.meta["hide"] = ["toc"]
+    page.meta["search"] = {
+        "exclude": NOT_SEARCHED.fullmatch(uri) is not None, "boost": SEARCH_BOOST.get(uri, 1.0)
+    }  # fmt: skip
     own = {page: source for source, page in PAGES.items() if page != "index.md"}
     source = _ROOT / own[uri] if uri in own else _DOCS / uri
     return rewritten(markdown, source, uri)
