@@ -16,7 +16,7 @@
     ├── UnsupportedMediaType           415  the body's content type is not JSON
     ├── MediaFetchFailed               422  the file behind a URL could not be fetched
     ├── RateLimited                    429  the tenant is at a limit until `retry_after_s`
-    ├── Cancelled                      499  the caller disconnected (only logged, never sent)
+    ├── Cancelled                      499  the caller disconnected (no client gets it)
     ├── InternalError                  500
     ├── EmbeddingUnavailable           503  an encoder did not deliver an embedding
     ├── WrongImageKey                  503  an encoder computed another key for the image

@@ -25,7 +25,7 @@ from services.common.embeddings.embedding_write import Digests, EmbeddingWrite
 from services.common.embeddings.shared_task import SharedTask
 from services.common.errors import EmbeddingUnavailable, Overloaded
 
-MEMORY = "memory"  # name of the arena among the tiers, in metrics
+MEMORY = "memory"  # name of the arena in metrics, beside the names of the tiers
 # Longest time to wait until memory of the arena is free. Readers release their entries soon, but
 # the entry of a large image has a writer for seconds.
 _RESERVE_TIMEOUT_S = 60.0
@@ -99,9 +99,10 @@ class Tier(ABC, Generic[Inputs]):
 
     @abstractmethod
     async def find(self, lookup: Lookup[Inputs]) -> bool:
-        """Looks for an embedding, writes it into the entry that `Lookup.place` returns, and commits
-        the entry. When the call has ended, nothing may write to the entry any more, unless the
-        writer has called `EmbeddingWrite.retain`.
+        """Looks for an embedding. If it is found and its bytes are needed, the tier writes them
+        with the `EmbeddingWrite` that `Lookup.place` returns, and commits the entry. When the call
+        has ended, nothing may write to the entry any more, unless the writer has called
+        `EmbeddingWrite.retain`.
 
         Returns:
             True if the embedding was found. If False, the next tier is asked.
@@ -142,9 +143,9 @@ class _EntryClaim(Claim[ArenaEntry]):
         if entry := self.arena.get(self.key):
             self.arena.acquire(entry)
             return entry
-        # The entry may exist without an embedding, because a cancelled lookup still writes to it.
-        # `try_reserve` then raises a KeyError. The arena catches it, and calls `attempt` again when
-        # the entry is complete or freed.
+        # The entry may exist without an embedding: after a lookup was cancelled, a writer that has
+        # called `retain` may still write to it. `try_reserve` then raises a KeyError. The arena
+        # catches it, and calls `attempt` again when the entry is complete or freed.
         return self.arena.try_reserve(self.key, self.spec)
 
     def undo(self, result: ArenaEntry) -> None:

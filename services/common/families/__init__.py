@@ -1,9 +1,9 @@
 """The model families, and the function that reads a checkpoint's configuration.
 
-The models of a family have the same architecture in config.json, such as `Qwen3ForCausalLM`. Each
-family has a file in this package and a line in `FAMILIES`. The function `read` in the file converts
-a checkpoint's configuration into a `ModelSpec`. All three services and the command line call
-`read_spec`, which reads JSON files and never weights.
+config.json names a model's architecture, such as `Qwen3ForCausalLM`. Each architecture has a line
+in `FAMILIES`, and each family of similar architectures has a file in this package. The function
+`read` in the file converts a checkpoint's configuration into a `ModelSpec`. All three services and
+the command line call `read_spec`, which reads JSON files and never weights.
 """
 
 import importlib

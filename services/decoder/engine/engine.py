@@ -360,8 +360,8 @@ class Engine:
                 continue
             if count != chunk.limit:
                 # A step may yield up to `limit` tokens for a sequence, and the scheduler has
-                # counted them all as computed. A sequence that was preempted meanwhile starts again
-                # from token 0, so there is nothing to correct.
+                # counted them all as computed. A sequence that was preempted meanwhile has no
+                # computed tokens, so there is nothing to correct.
                 if sequence.state is SequenceState.RUNNING:
                     sequence.num_computed_tokens -= chunk.limit - count
                 if count == 0:
@@ -414,9 +414,9 @@ class Engine:
 
     def _release_images(self, sequence: Sequence) -> None:
         """Tells the front that the memory of the sequence's images may be reused, because the whole
-        prompt is computed. No step that is still being computed reads the images. Only a second
-        computation of the prompt, after a preemption, would read them again, and the scheduler
-        admits a preempted sequence only when no tokens of it are in flight.
+        prompt is computed. The call comes when the prompt's last step has ended. No later step
+        reads the images: a sequence that was preempted would compute its prompt again, but the
+        scheduler does not admit it before its steps in flight have ended.
         """
         read = list(sequence.image_offsets)
         sequence.image_offsets.clear()
@@ -436,7 +436,7 @@ class Engine:
 
         Args:
             sequence: a sequence that has not ended.
-            reason: see `EndOfSequence`. Empty if there is an error, from which it follows.
+            reason: see `EndOfSequence`. Empty if there is an error, because the error decides it.
             error: error that ends the sequence. None if the sequence ends without an error.
             poisoned: True if the keys and values of the sequence are wrong, so that the prefix
                 cache must not have them.

@@ -222,7 +222,8 @@ class PendingStep(Protocol):
         ...
 
     def sample(self) -> None:
-        """Launches the sampling of a step with late masks, after `put_mask` for each of them.
+        """Launches the sampling of a step with late masks, after `put_mask` for those that have
+        arrived.
 
         The call has to come before the next step is executed.
         """
@@ -250,7 +251,7 @@ class Runner(Protocol):
         ...
 
     def execute(self, step: Step) -> PendingStep:
-        """Launches one step and returns without waiting for the device.
+        """Launches one step. On a GPU, returns without waiting for the device.
 
         If the call raises, part of the step may have run. The rows of the step's chunks are then
         undefined, so their sequences have to start again. The step's row starts and block updates

@@ -234,8 +234,8 @@ class EmbeddingSource:
             if may_take_over:
                 timeout_s = progress.started_at + self.takeover_s - now
             else:
-                # The sequence fails if the last message about this image is too old, or if the last
-                # message that any of the sequence's images is worked on is too old.
+                # The sequence fails if there was no message about this image for too long. It also
+                # fails if for too long no message said that one of its images is worked on.
                 last_report_at = min(progress.last_message_at, sequence.last_work_at)
                 timeout_s = last_report_at + self.standstill_s - now
                 if timeout_s <= 0:

@@ -8,15 +8,15 @@ run. It passes through four kinds of threads:
    the next batch is prepared while the device works.
 2. The threads of the preprocessing pool prepare jobs. The job of the lowest rank comes first; ranks
    are assigned by the front, fairly among tenants. The frames of a video are decoded in their
-   order, by one thread at a time. One tenant's videos never occupy all threads.
+   order, by one thread at a time. One tenant's videos leave a thread free.
 3. The loop puts jobs that can run into the batcher, launches batches on the device, and reports the
    end of each job to the front. No other thread uses the batcher.
 4. The waiter waits for the device, and reports each feature of a batch when it is in the arena. No
    thread but loop and waiter uses the runner.
 
 The other threads hand results to the loop through one mailbox. If an image cannot be decoded, its
-job fails alone. If a batch fails on the device, its jobs run again in smaller batches, until the
-job that fails is alone. If the device is broken, the process ends.
+job fails alone. If a batch fails on the device, its jobs run again, together and then in ever
+smaller batches, until the job that fails is alone. If the device is broken, the process ends.
 """
 
 import logging
@@ -316,7 +316,9 @@ class Engine:
         except ChannelClosed:
             raise
         except Exception:
-            logging.exception("a batch of %d images failed; trying smaller batches", len(images))
+            logging.exception(
+                "a batch of %d images failed; it runs again, if necessary in parts", len(images)
+            )
             while self._launched:  # `recover` needs a device without running batches.
                 self._finish(self._launched.popleft())
             self._runner.recover()

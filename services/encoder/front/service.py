@@ -233,9 +233,9 @@ class EncoderServicer(Servicer):
     async def _upload(self, context: grpc.aio.ServicerContext) -> bytes:
         """Stores the file of a call, and returns its digest.
 
-        This is a function apart from `Upload`, so that a call that fails frees its message. `_fail`
-        clears the variables of functions that have ended with the error. This function has ended
-        when `_fail` runs, and `Upload`, which calls `_fail`, has not.
+        The message is a variable of this function, and not of `Upload`, so that it is freed if the
+        call fails. `_call` then clears the variables of the functions that the error has ended,
+        which it cannot do for `Upload`, because `Upload` still runs.
         """
         async with self.messages.read(context, pb.UploadRequest) as message:
             return await self._files.put(message.tenant, message.file)

@@ -6,7 +6,8 @@ follow; a patch attends only to patches of its own image. Mergers then turn each
 patches (2 by 2) into one image token. The last block's output gives feature 0 of the embeddings;
 the outputs of a few inner blocks give the DeepStack features 1, 2, ….
 
-Values are rounded to the tower's data type at the same places as in transformers 5.17.
+Values are rounded to the tower's data type at the same places as in transformers 5.17, except in
+the patch embedding (`PatchWeights`).
 `engine_main` creates the tower on the `meta` device and loads its weights. The runner calls
 `features`. `Ops` chooses the kernels, so this file has no code for a particular device.
 """
@@ -92,7 +93,7 @@ class VisionTower(nn.Module):
 
         Args:
             max_patches: most patches of a batch.
-            max_segments: most segments of a batch. Each image and each frame is one segment.
+            max_segments: most segments of a batch. Each image and each pair of frames is one.
         """
         return StaticLayout(self._positions, max_patches, max_segments)
 
@@ -211,7 +212,9 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Full attention within each image or frame, with rotary embeddings of rows and columns."""
+    """Full attention within each image or pair of frames, with rotary embeddings of rows and
+    columns.
+    """
 
     def __init__(self, spec: DeepStackTower, ops: Ops) -> None:
         super().__init__()

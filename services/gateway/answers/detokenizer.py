@@ -5,7 +5,7 @@ each choice to a `Choice`, which returns an `Update` per event. A token may end 
 character, so bytes wait until the character is complete. Text that may be the beginning of a stop
 string waits, too: with the stop string `END`, the text `the E` yields `the `, and `E` waits for the
 next token. The cost per token does not grow with the length of the answer. No input is an error:
-bytes that are not UTF-8 become U+FFFD.
+bytes that are not UTF-8 become U+FFFD, and an incomplete character at the end is left out.
 """
 
 import codecs
@@ -77,8 +77,8 @@ class StopMatcher:
         contains none. If several stop strings end at the same place, the longest is returned.
 
         Args:
-            num_searched: number of characters, from the start, that `feed` has searched before. A
-                stop string that ends among them would have been found then.
+            num_searched: number of characters, from the start, whose stop strings, if there are
+                any, do not count: `feed` has searched them before, or was told not to match.
         """
         best: tuple[int, int] | None = None
         for stop in self.stops:

@@ -3,8 +3,9 @@
 The gateway has one gRPC stream to each decoder, which carries the commands (submit, cancel) and the
 events of all its sequences. `Attempts` chooses a pod with `DecoderPool.choose` and submits a
 sequence with `DecoderPod.submit`. The pod passes each event of the sequence to its receiver, which
-is the `Attempts`, as a `TokenEvent`: new tokens of the choice, or its end. If the pod is lost, each
-of its sequences gets a last event with the error `ProcessLost`.
+is the `Attempts`, as a `TokenEvent`: new tokens of the choice, or its end. If the stream
+ends, each of its sequences gets a last event with an error: `ProcessLost` if the stream has broken,
+and `Unavailable` if the decoder has closed it.
 """
 
 import asyncio
@@ -193,10 +194,9 @@ class DecoderPod(Pod):
             error = ProcessLost(error_from_rpc(failure, "the decoder").message)
         finally:
             call.cancel()
-            # If the stream has broken, this task ends the writing task and marks the pod as
-            # unhealthy itself. It cannot call `disconnect`, because `disconnect` waits for this
-            # task to end. If `disconnect` has ended this task, `_tasks` is empty or has the tasks
-            # of a later stream.
+            # If `disconnect` has ended this task, it has also emptied `_tasks`. Otherwise the
+            # stream has broken, and this task ends the writing task and marks the pod as unhealthy.
+            # It cannot call `disconnect` for this, because `disconnect` would wait for this task.
             if self._tasks and self._tasks[1] is asyncio.current_task():
                 self._tasks[0].cancel()
                 self._tasks = []

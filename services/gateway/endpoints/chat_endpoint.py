@@ -42,8 +42,8 @@ async def chat_completions(context: RequestContext, body: Body) -> None:
 async def _stream(context: RequestContext, completion: Completion) -> None:
     """Sends the answer's chunks while the decoder generates its tokens.
 
-    The first chunk of a choice names only the role (`assistant`). It waits for the first batch of
-    updates, which have the answer's text, and is sent with them. If an error comes before that
+    The first chunk of a choice has its role (`assistant`) and no text. It waits for the first batch
+    of updates, which have the answer's text, and is sent with them. If an error comes before that
     batch, nothing has been sent, so the client gets an HTTP error instead of an error event.
     """
     service, exchange, request = context.service, context.exchange, completion.chat

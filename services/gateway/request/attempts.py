@@ -256,7 +256,7 @@ class Attempts:
             self._sequences[choice] = decoder.submit(submit, choice, self, self._chain)
 
     def _take_decoder(self) -> DecoderPod:
-        """Returns the decoder of the running attempt, or chooses one if the attempt just begins.
+        """Returns the decoder that has sequences of the request, or chooses one if none has.
 
         Raises:
             TriptychError: no decoder is left, or, if the answer has begun, no decoder that serves
@@ -371,7 +371,8 @@ class Attempts:
         if isinstance(error, EmbeddingLost):
             return RetryableFailure(error, "encoder", error.encoder_address)
         # `DecoderPod` drops the events of sequences that this gateway has cancelled. An event that
-        # gets here tells that the decoder has cancelled the sequence, so another one may answer it.
+        # gets here tells that the decoder has cancelled the sequence. Another decoder may answer
+        # it.
         if isinstance(error, Cancelled):
             error = Unavailable("the decoder cancelled the request")
         if error.param is None:

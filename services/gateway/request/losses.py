@@ -103,7 +103,7 @@ class Losses:
             InvalidRequest: the request itself is at fault.
             InvalidImage, InvalidVideo: the engines of two encoders ended while they worked on the
                 image or the video.
-            Unavailable: two decoders or two encoders were lost.
+            Unavailable: decoders or encoders were lost twice.
         """
         if self.refusal is not None:
             raise self.refusal

@@ -36,9 +36,10 @@ Sampling = SamplingInputs | MaskedRows | None  # what `Sampler.prepare` returns
 class ModelRunner:
     """The `step.Runner` of a model. Not thread-safe.
 
-    `execute` never waits for the device: it writes the step's arrays into one staging buffer,
-    uploads the buffer, launches kernels, and starts one copy of the results to the host. All steps
-    run on one CUDA stream, in order, so step n + 1 finds the tokens of step n in the rows.
+    On a GPU, `execute` never waits for the device: it writes the step's arrays into one staging
+    buffer, uploads the buffer, launches kernels, and starts one copy of the results to the host.
+    All steps run on one CUDA stream, in order, so step n + 1 finds the tokens of step n in the
+    rows.
 
     Args:
         computer: the part of the runner that every rank has.

@@ -29,8 +29,8 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
 
     Attributes:
         sequence: the sequence. It has a row, and blocks for start + length + limit - 1 tokens: the
-            step stores the keys and values of the tokens that it computes and, if it yields several
-            tokens, of all these except the last.
+            step stores the keys and values of the `length` tokens and of the tokens that it yields,
+            but not of the last token, which is only an input of the next step.
         start: number of the sequence's tokens whose keys and values are in the cache already. If
             steps in flight may yield fewer tokens than planned, it is an upper bound.
         length: number of tokens to compute now, at least 1.

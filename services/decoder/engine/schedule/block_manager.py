@@ -6,9 +6,9 @@ to its end: token ids, image keys and the tenant's salt. A later prompt with the
 the block by this hash and shares it. When the last owner of a registered block ends, the block
 becomes free but can still be found, until it is given to another sequence for new contents.
 
-A block is registered when the step that fills it was launched, not when the step is done. Another
-sequence that finds the block reads it in a later step, and the device runs the steps in order, so
-the contents are there by then.
+A block is registered as soon as the step that fills it was launched and the ids of its tokens are
+known, even if the step still runs. Another sequence that finds the block reads it in a later step,
+and the device runs the steps in order, so the contents are there by then.
 """
 
 from collections import OrderedDict

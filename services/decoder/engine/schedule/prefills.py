@@ -32,8 +32,9 @@ class Prefills:
             arrived, by id.
         admitted: sequences that were given a row since the last launched step. The runner has to
             be told about them with the next step.
-        lacking_images: sequences that were parked or stalled since `Scheduler.take_wanted_images`
-            was last called. Their images may have been released and have to be obtained again.
+        lacking_images: sequences that have begun to wait for images since
+            `Scheduler.take_wanted_images` was last called. Their images may have been released and
+            have to be obtained again.
         num_preemptions: number of preemptions so far.
         num_prefix_hit_tokens: number of prompt tokens found in the prefix cache so far.
         min_partial_tokens: smallest number of tokens of a chunk that ends at a missing image or
@@ -110,8 +111,8 @@ class Prefills:
             self.add(sequence)
 
     def input_arrived(self, sequence: Sequence) -> None:
-        """Makes a sequence plannable again, if the image or mask that has arrived was its last
-        missing input. A parked sequence waits to be admitted; a stalled one is prefilling.
+        """Makes a sequence plannable again after an image or a mask has arrived. A parked sequence
+        waits to be admitted. A stalled one is prefilling, if further tokens can be computed.
         """
         number = sequence.sequence_id
         if self._unpark(sequence):
@@ -164,7 +165,7 @@ class Prefills:
         return True
 
     def fits(self, sequence: Sequence, prefix: list[int], keep_free: int) -> bool:
-        """Returns whether a row is free, and enough blocks that `keep_free` of them stay free."""
+        """Returns whether there is a free row, and `keep_free` blocks more than are needed."""
         num_tokens = len(sequence.token_ids)
         return self.waiting.has_free_row and self._blocks.can_allocate(
             num_tokens, prefix, keep_free
@@ -192,8 +193,9 @@ class Prefills:
         """
         start = sequence.num_computed_tokens
         end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
-        # `admitted` protects checkpoints of recurrent states: sequences that were just admitted
-        # start from them in this step, so `states.plan` must not give their slots to others.
+        # A sequence that was just admitted may start from a saved recurrent state, which the runner
+        # copies in this step. `states.plan` is told these sequences, so that the step does not save
+        # another state over such a copy.
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)
         length = end - start
         samples = end == len(sequence.token_ids)

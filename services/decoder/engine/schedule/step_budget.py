@@ -32,10 +32,9 @@ class StepBudget:
         factor = _LONE_PROMPT_FACTOR if alone else 1
         least = min(max_tokens, load.tokens + factor * cost.min_chunk)
         whole = Limit(factor * cost.bound(step_ms), max_tokens, least)
-        # `exceeds_step` compares a prompt with the longest chunk that the time and the tokens of
-        # the step allow. A step usually gets at most `efficient_tokens` tokens, because each token
-        # takes longer beyond that. This cap is set only after `_longest_chunk`, so that a prompt
-        # does not count as long because of the cap.
+        # A prompt is long if it exceeds `_longest_chunk`, which the time and the tokens of the step
+        # allow. The step's own budget has a further cap, `efficient_tokens`, beyond which each
+        # token takes longer. The cap is no part of `_longest_chunk`.
         self._longest_chunk = cost.fitting_tokens(load, 0, whole)
         if not alone:
             whole = whole._replace(tokens=min(max_tokens, cost.efficient_tokens))
@@ -47,8 +46,8 @@ class StepBudget:
         return not self._cost.fitting_tokens(self._load, 0, self._limit)
 
     def exceeds_step(self, num_tokens: int) -> bool:
-        """Returns whether a chunk of `num_tokens` tokens does not fit into the step, even if no
-        other prompt takes part in it.
+        """Returns whether the first `num_tokens` tokens of a prompt do not fit into the step, even
+        if no other prompt takes part in it.
         """
         return num_tokens > self._longest_chunk
 
