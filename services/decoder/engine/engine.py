@@ -389,8 +389,8 @@ class Engine:
                 self._finish(sequence, reason, event=event)
                 continue
             events.append(event)
-            # A block can be registered once the ids of all its tokens are known. The step's tokens
-            # may have completed a block. `register` passes over blocks that are not complete.
+            # `register` registers the blocks that are complete. The condition only avoids calls
+            # when the step's tokens cannot have completed a block.
             if len(sequence.token_ids) % block_size <= count:
                 self._blocks.register(sequence)
 
@@ -414,9 +414,8 @@ class Engine:
 
     def _release_images(self, sequence: Sequence) -> None:
         """Tells the front that the memory of the sequence's images may be reused, because the whole
-        prompt is computed. The call comes when the prompt's last step has ended. No later step
-        reads the images: a sequence that was preempted would compute its prompt again, but the
-        scheduler does not admit it before its steps in flight have ended.
+        prompt is computed. If a sequence is preempted after that and needs its images again, the
+        front obtains them again.
         """
         read = list(sequence.image_offsets)
         sequence.image_offsets.clear()

@@ -79,9 +79,9 @@ class EmbeddingSource:
     Args:
         store: the arena with its embeddings, and the lookups of embeddings that it lacks.
         metrics: metrics of the decoder.
-        standstill_s: longest time in seconds that a sequence waits for an encoder's next message
-            about an image. A sequence also fails if, for this long, none of its images is reported
-            to be worked on.
+        standstill_s: seconds of silence after which a sequence fails. Two kinds of silence count:
+            no message at all about an image that it waits for, and no message that an encoder is at
+            work on any of its images.
         takeover_s: seconds after which a sequence may replace a lookup that calls another encoder
             than the sequence has named.
     """
@@ -234,14 +234,13 @@ class EmbeddingSource:
             if may_take_over:
                 timeout_s = progress.started_at + self.takeover_s - now
             else:
-                # The sequence fails if there was no message about this image for too long. It also
-                # fails if for too long no message said that one of its images is worked on.
+                # Of the two kinds of silence, the one that began first ends the wait.
                 last_report_at = min(progress.last_message_at, sequence.last_work_at)
                 timeout_s = last_report_at + self.standstill_s - now
                 if timeout_s <= 0:
                     self.metrics.fetch_errors.labels("unavailable").inc()
-                    # The address in the error is the encoder that the gateway chose, so that the
-                    # gateway does not choose it again. The lookup may have called another encoder.
+                    # The gateway excludes the encoder with this address from the next attempt. It
+                    # can only exclude one that it has chosen, so this is not always `called`.
                     message = f"encoder {called} did not send the embedding in time"
                     raise EncoderFailed(message, address)
             joint = task.join()
@@ -259,7 +258,7 @@ class EmbeddingSource:
             # calls this sequence's encoder.
             if not joint.cancelled() and (error := joint.exception()) and called == address:
                 raise _copy_of(error, address)
-        # That this embedding has come counts as news for the sequence's other images, too.
+        # The arrival shows that work goes on, so the sequence's other images may wait longer, too.
         progress.report(in_work=True)
         if joined:
             self.store.hits.labels("joined").inc()

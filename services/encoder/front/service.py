@@ -233,9 +233,7 @@ class EncoderServicer(Servicer):
     async def _upload(self, context: grpc.aio.ServicerContext) -> bytes:
         """Stores the file of a call, and returns its digest.
 
-        The message is a variable of this function, and not of `Upload`, so that it is freed if the
-        call fails. `_call` then clears the variables of the functions that the error has ended,
-        which it cannot do for `Upload`, because `Upload` still runs.
+        The message must not be a variable of `Upload`, because `_fail` cannot free it there.
         """
         async with self.messages.read(context, pb.UploadRequest) as message:
             return await self._files.put(message.tenant, message.file)
@@ -274,7 +272,8 @@ class EncoderServicer(Servicer):
     ) -> NoReturn:
         """Ends a call with an error. Any error but a `TriptychError` becomes an `InternalError`."""
         # gRPC holds the error in a reference cycle. Without this call, the cycle would also hold
-        # the local variables of all functions in the traceback, such as the call's message.
+        # the local variables of all functions in the traceback, such as the call's message. The
+        # variables of the gRPC method itself are not cleared, because it still runs.
         clear_frames(error.__traceback__)
         if isinstance(error, TriptychError):
             level = logging.INFO

@@ -77,8 +77,8 @@ class StopMatcher:
         contains none. If several stop strings end at the same place, the longest is returned.
 
         Args:
-            num_searched: number of characters, from the start, whose stop strings, if there are
-                any, do not count: `feed` has searched them before, or was told not to match.
+            num_searched: number of characters at the start that `feed` has searched before. A stop
+                string within these characters does not count.
         """
         best: tuple[int, int] | None = None
         for stop in self.stops:

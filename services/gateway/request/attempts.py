@@ -400,8 +400,8 @@ class Attempts:
             # says why.
             await self._encodes.record_undelivered(error)
         elif isinstance(error, ProcessLost):
-            # An encoder was lost, so all calls to it fail. Each call names an image that may have
-            # killed the encoder, and `Losses` records these images.
+            # An encoder was lost, so all calls to it end soon. They are awaited, because each of
+            # them tells `Losses` which image it was for: one of these images may have killed it.
             await self._encodes.await_outcomes(failure.pod)
         log.warning("%s %s failed: %s", failure.service, failure.pod, error.message)
         self._losses.check()

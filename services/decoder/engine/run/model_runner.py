@@ -73,8 +73,8 @@ class ModelRunner:
     def prepare(self, step: Step) -> None:
         """Writes the arrays of a step into the staging buffer ahead of time; see `step.Runner`.
 
-        This is not done for a step that gives a row to another sequence, because it would replace
-        the row's sampling parameters. The step before is yet to be sampled with them.
+        A step that gives a row to another sequence is not written ahead of time. Its arrays would
+        replace the sampling parameters of the row, which the step before may still need.
         """
         if not step.sample.row_starts:
             self._prepared = self._stage(step)

@@ -28,9 +28,9 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     """The part of a step that computes the tokens [start, start + length) of one sequence.
 
     Attributes:
-        sequence: the sequence. It has a row, and blocks for start + length + limit - 1 tokens: the
-            step stores the keys and values of the `length` tokens and of the tokens that it yields,
-            but not of the last token, which is only an input of the next step.
+        sequence: the sequence. It has a row, and blocks for start + length + limit - 1 tokens. If
+            the step yields several tokens, it also stores keys and values for all of them except
+            the last.
         start: number of the sequence's tokens whose keys and values are in the cache already. If
             steps in flight may yield fewer tokens than planned, it is an upper bound.
         length: number of tokens to compute now, at least 1.

@@ -125,10 +125,9 @@ class Prefills:
     def plan(self, budget: StepBudget, step: int) -> list[Chunk]:
         """Returns the step's chunks of prompts, as many as the budget allows.
 
-        A prompt is long if its tokens do not fit into a whole step. So that short prompts need not
-        wait for the first long prompt, half of the budget is reserved for the long prompt's chunk,
-        and the prompts behind it get the other half. The long prompt's chunk is planned last and
-        also gets the tokens that the other prompts have not used.
+        A prompt is long if its tokens do not fit into a whole step. The first long prompt shares
+        the budget with the short prompts behind it, which would otherwise wait for it: these get
+        one half, and the long prompt gets the other half and what they have not used.
 
         Args:
             budget: time and tokens of the step that prompts may use.
@@ -193,9 +192,8 @@ class Prefills:
         """
         start = sequence.num_computed_tokens
         end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
-        # A sequence that was just admitted may start from a saved recurrent state, which the runner
-        # copies in this step. `states.plan` is told these sequences, so that the step does not save
-        # another state over such a copy.
+        # The step may save recurrent states, and `states.plan` chooses where. It must not overwrite
+        # the saved states from which the sequences in `admitted` start in the same step.
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)
         length = end - start
         samples = end == len(sequence.token_ids)

@@ -290,10 +290,10 @@ class Scheduler:
         return self.prefills.waiting.victim(self.running())
 
     def _yield_rows(self) -> None:
-        """Preempts sequences of tenants with many rows, until the first waiting sequence, of a
-        tenant with few rows, can be admitted (`Admission.yielding`). If that sequence was itself
-        preempted and its last tokens are still in flight, it cannot be admitted yet, and nothing is
-        preempted.
+        """Preempts sequences of tenants with many rows, if the first waiting sequence belongs to a
+        tenant with few rows, until that sequence can be admitted (`Admission.yielding`). Nothing is
+        preempted for a sequence that cannot be admitted yet, because it was itself preempted and
+        its last tokens are still in flight.
         """
         prefills = self.prefills
         running = self.running()

@@ -32,9 +32,9 @@ class StepBudget:
         factor = _LONE_PROMPT_FACTOR if alone else 1
         least = min(max_tokens, load.tokens + factor * cost.min_chunk)
         whole = Limit(factor * cost.bound(step_ms), max_tokens, least)
-        # A prompt is long if it exceeds `_longest_chunk`, which the time and the tokens of the step
-        # allow. The step's own budget has a further cap, `efficient_tokens`, beyond which each
-        # token takes longer. The cap is no part of `_longest_chunk`.
+        # A prompt with more tokens than `_longest_chunk` is long. The budget is also capped at
+        # `efficient_tokens`, beyond which each token takes longer, but this cap makes no prompt
+        # long.
         self._longest_chunk = cost.fitting_tokens(load, 0, whole)
         if not alone:
             whole = whole._replace(tokens=min(max_tokens, cost.efficient_tokens))
