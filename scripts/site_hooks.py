@@ -33,6 +33,8 @@ SEARCH_BOOST = {
     "architecture.md": 0.2, "internals.md": 0.2, "recipes.md": 0.2, "glossary.md": 0.2,
     "contributing.md": 0.2, "chaos.md": 0.2, "kubernetes.md": 0.5, "security.md": 0.5,
 }  # fmt: skip
+# Pages whose tables need the room of the table of contents.
+WITHOUT_CONTENTS = {"index.md", "settings.md", "cards.md", "cli.md", "files.md"}
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)")
 _IMAGES = {".png", ".jpg", ".svg", ".webp"}
 
@@ -55,7 +57,7 @@ def on_files(files: Files, config: Any) -> Files:  # noqa: ANN401 - mkdocs'
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:  # noqa: ANN401 - mkdocs'
     """Rewrites the links of a page, and says how the search treats it."""
     uri: str = page.file.src_uri
-    if uri == "index.md":
+    if uri in WITHOUT_CONTENTS:
         page.meta["hide"] = ["toc"]
     page.meta["search"] = {
         "exclude": NOT_SEARCHED.fullmatch(uri) is not None, "boost": SEARCH_BOOST.get(uri, 1.0)
