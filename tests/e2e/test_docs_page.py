@@ -90,12 +90,12 @@ def test_fields_are_folded_into_their_endpoint(docs: Page) -> None:
     request = f"{first}.querySelector('details')"
     docs.evaluate(f"{request}.open = true")
     messages = field("messages", request)
-    docs.wait_for(messages)
+    docs.wait_for(f"{messages} !== undefined")
     assert "[Message] (at least 1" in docs.evaluate(f"{messages}.textContent")
     assert "The conversation: texts, images" in docs.evaluate(f"{messages}.textContent")
     message = f"{messages}.querySelector('details')"
     docs.evaluate(f"{message}.open = true")
-    docs.wait_for(field("role", message))
+    docs.wait_for(f"{field('role', message)} !== undefined")
     # What only the fields of other endpoints mention is not there.
     assert "ResponseNamespace" not in docs.evaluate(f"{first}.textContent")
     described = docs.evaluate(
