@@ -105,7 +105,8 @@ def _default(field: FieldInfo) -> str:
 
 # Settings in the order in which people need them; the others follow in the order of the code.
 BY_USE = (
-    "model", "served_model_name", "device", "dtype", "quantization", "load_format", "host", "port",
+    "model", "task", "served_model_name", "device", "dtype", "quantization", "load_format", "host",
+    "port",
     "address", "api_keys", "allowed_sites", "encoder_addresses", "decoder_addresses",
     "max_model_len", "max_num_sequences", "memory_fraction", "kv_cache_dtype", "kv_cache_bytes",
     "cache_bytes", "tensor_parallel", "step_ms", "max_images", "max_videos", "max_image_bytes",

@@ -414,6 +414,28 @@ class ConversationSpec:
     thinks: bool = False
 
 
+Task = Literal["generate", "embed", "rank"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpec:
+    """The task of a checkpoint that is trained for search and generates no text.
+
+    Attributes:
+        task: `embed` if the model computes the vector of an input, `rank` if it computes how well a
+            document answers a query.
+        true_token_id, false_token_id: tokens whose logits a reranker compares, "yes" and "no" of
+            Qwen's. Both are 0 if the task is `embed`.
+        default_prompt: prompt of config_sentence_transformers.json for inputs without an
+            instruction. Empty if the file names none.
+    """
+
+    task: Literal["embed", "rank"]
+    true_token_id: int = 0
+    false_token_id: int = 0
+    default_prompt: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A whole checkpoint directory.
@@ -428,6 +450,7 @@ class ModelSpec:
         eos_token_ids: end tokens of generation_config.json, config.json and the tokenizer together.
         generation: content of generation_config.json, for sampling defaults.
         conversation: form of the answers.
+        search: the task of a model for search. None if the model generates text.
     """
 
     directory: Path
@@ -439,6 +462,12 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     generation: Mapping[str, Any] = field(default_factory=dict[str, Any])
     conversation: ConversationSpec = ConversationSpec()
+    search: SearchSpec | None = None
+
+    @property
+    def task(self) -> Task:
+        """What the model is for."""
+        return "generate" if self.search is None else self.search.task
 
     @property
     def vision_part(self) -> VisionSpec:
@@ -505,17 +534,36 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelSpecError: the file is missing, unreadable or not a JSON object.
     """
+    value = _json(path)
+    if not isinstance(value, dict):
+        raise ModelSpecError(f"{path} is not a JSON object")
+    return cast("dict[str, Any]", value)
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """Reads a JSON array of objects of a checkpoint directory.
+
+    Raises:
+        ModelSpecError: the file is missing, unreadable or not an array of objects.
+    """
+    value = _json(path)
+    if not isinstance(value, list):
+        raise ModelSpecError(f"{path} is not an array of JSON objects")
+    found = cast("list[object]", value)
+    if not all(isinstance(each, dict) for each in found):
+        raise ModelSpecError(f"{path} is not an array of JSON objects")
+    return cast("list[dict[str, Any]]", found)
+
+
+def _json(path: Path) -> object:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelSpecError(f"{path} is missing") from None
     except OSError as error:
         raise ModelSpecError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ModelSpecError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelSpecError(f"{path} is not a JSON object")
-    return cast("dict[str, Any]", value)
 
 
 def weight_files(directory: Path) -> list[str]:

@@ -156,6 +156,11 @@ class EngineServiceSettings(PeerSettings):
         return self
 
     @property
+    def wanted_task(self) -> str:
+        """Task of the checkpoint that the user has named. Empty if the files decide."""
+        return ""
+
+    @property
     def host(self) -> str:
         """Host of the address, or loopback if the address is a Unix socket."""
         if self.address.startswith(_UNIX):

@@ -118,7 +118,7 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
         mask_settings = MaskSettings(
             directory=str(settings.model),
             vocab_size=ready.vocab_size,
-            end_ids=read_spec(settings.model).eos_token_ids,
+            end_ids=read_spec(settings.model, settings.task).eos_token_ids,
             num_rows=max_sequences(ready) + SPARE_ROWS,
             log_level=settings.log_level,
         )

@@ -58,6 +58,7 @@ def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
     max_num_sequences = settings.max_num_sequences or (256 if on_gpu else 64)
     return RunnerOptions(
         model_directory=settings.model,
+        task=settings.task,
         device=device,
         dtype=settings.dtype,
         load_format=settings.load_format,

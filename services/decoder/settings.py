@@ -14,6 +14,9 @@ class DecoderSettings(EngineServiceSettings):
     Attributes:
         quantization: format to which weights are quantized while they are read. `fp8` has one scale
             per output channel. If empty, weights stay as the files hold them.
+        task: task of the checkpoint: `generate` for text, `embed` for vectors of a search, `rank`
+            for the scores of a reranker. `auto` is the task that the checkpoint's files name, or
+            else `generate`. It is the same in the gateway.
         tensor_parallel: number of processes that share the model, each with a device of its own:
             the configured device and the devices after it. This number must divide the numbers of
             heads, the vocabulary and the sizes of MLPs and experts.
@@ -43,6 +46,7 @@ class DecoderSettings(EngineServiceSettings):
     address: Address = "127.0.0.1:50052"
     metrics_port: Port = 9102
     quantization: Literal["", "fp8"] = ""
+    task: Literal["auto", "generate", "embed", "rank"] = "auto"
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     kernels: str = ""
@@ -51,6 +55,10 @@ class DecoderSettings(EngineServiceSettings):
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
     encoder_addresses: str = ""
+
+    @property
+    def wanted_task(self) -> str:
+        return self.task
 
     @property
     def encoders(self) -> tuple[str, ...]:

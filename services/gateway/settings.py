@@ -34,6 +34,9 @@ class GatewaySettings(PeerSettings):
         metrics_port: port of the Prometheus endpoint. 0 disables it.
         model: directory of the checkpoint. The gateway reads its JSON files and its chat template,
             but no weights.
+        task: task of the checkpoint: `generate` for text, `embed` for vectors of a search, `rank`
+            for the scores of a reranker. `auto` is the task that the checkpoint's files name, or
+            else `generate`. It is the same in the decoders.
         served_model_name: comma-separated names by which requests may call the model. Answers have
             the first name. Defaults to the name of the model's directory.
         chat_template: file with a chat template (Jinja) that is used instead of the checkpoint's.
@@ -92,6 +95,7 @@ class GatewaySettings(PeerSettings):
     port: Port = 8000
     metrics_port: Port = 9103
     model: Path
+    task: Literal["auto", "generate", "embed", "rank"] = "auto"
     served_model_name: Annotated[str, Field(max_length=4096)] = ""
     chat_template: Path | None = None
     default_chat_template_kwargs: str = ""

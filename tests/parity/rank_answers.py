@@ -46,25 +46,32 @@ class OneRank:
 
 def answers(directory: Path, ranks: Ranks = ALONE, link: socket.socket | None = None) -> dict:
     """Tokens of five greedy answers, twice, so that the second time their prefixes are known; the
-    logprobs of a prompt; and how often a sequence was preempted.
+    logprobs of a prompt; and how often a sequence was preempted. Of a model for search: the results
+    of the five prompts, twice.
     """
     runner = leading = created(directory, ranks)
     if link is not None:
         leading = LeadingRunner(runner, OneRank(link))
     engine = Engine(leading, overlap=True)
     small_pieces(engine)
-    found: dict = {"tokens": {}, "prompt": [], "hits": []}
+    generates = runner.info.task == "generate"
+    found: dict = {"tokens": {}, "prompt": [], "hits": [], "results": {}}
     for turn in range(2):
         for number in range(5):
             ids = np.arange(20 + 9 * number, dtype=np.int32) * 7 % 300
             ids[20:] += number
             wanted = 1 if (turn, number) == (0, 4) else None
             sampling = SamplingParams(max_tokens=16, prompt_logprobs=wanted)
+            if not generates:
+                sampling = SamplingParams(max_tokens=1)
             engine.add(AddSequence(5 * turn + number, ids.tobytes(), b"", 0, [], sampling))
         while engine.has_work:
             done = engine.step()
             for event in done.events if done is not None else ():
                 assert event.end is None or event.end.reason in ("stop", "length"), event
+                if event.vector:
+                    result = np.frombuffer(event.vector, np.float32).tolist()
+                    found["results"][str(event.sequence_id)] = result
                 found["tokens"].setdefault(str(event.sequence_id), []).extend(event.token_ids)
                 if event.prompt_logprobs is not None:
                     found["prompt"] += np.frombuffer(

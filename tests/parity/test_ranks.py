@@ -28,7 +28,9 @@ from tests.parity.qwen3_5_oracle import EXPERTS as SHARED_EXPERTS
 from tests.parity.qwen3_5_oracle import Tiny as Hybrid
 from tests.parity.qwen3_5_oracle import make_qwen3_5
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
+from tests.parity.test_pooling import SCORE_FILES
 from tests.parity.text_oracle import DEFAULT, _config, make_text_oracle
+from tests.search_checkpoints import EMBED_FILES, write_files
 
 # isort: split
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
@@ -138,6 +140,19 @@ MAKERS |= {
     "packed-ct-experts": lambda path: make_packed(path, "ct-64-zeros", WIDE_MOE),
     "packed-gptq-experts": lambda path: make_packed(path, "gptq-64", WIDE_MOE),
 }
+
+
+def make_search(directory: Path, files: dict[str, object]) -> None:
+    """Untied: the rows of "yes" and "no" are on two ranks."""
+    make_text_oracle(_config(Qwen3Config, 8, 4, 64, head_dim=16), directory)
+    write_files(directory, files)
+
+
+MAKERS |= {
+    "vectors": lambda path: make_search(path, EMBED_FILES),
+    "scores": lambda path: make_search(path, SCORE_FILES),
+}
+SEARCH = ["vectors", "scores"]
 REFUSED: dict[str, tuple[dict, str]] = {
     "blocks": (WIDE | {"intermediate_size": 384}, "gate_proj.weight_scale: 192 of 384 cut"),
     "kv heads": (WIDE | {"num_attention_heads": 6, "num_key_value_heads": 3}, "num_kv_heads 3"),
@@ -172,7 +187,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("qwen3", "qwen3.5-moe"):
         shutil.copytree(root / name, root / f"{name} silent")
         (root / f"{name} silent" / "silent").touch()
-    for name in ENGINES:
+    for name in (*ENGINES, *SEARCH):
         (root / name / "answers").touch()
     for name in FOUR:
         shutil.copytree(root / name, root / f"{name} four")
@@ -243,6 +258,16 @@ def test_an_engine_of_two_ranks_answers_as_one(ranks: Path, name: str) -> None:
     assert found["prompt"] == pytest.approx(expected["prompt"], abs=TOLERANCE)
     assert len(found["prompt"]) == 20 + 9 * 4 - 1
     assert found["preemptions"] > 0 and found["hits"][1] > found["hits"][0]
+
+
+@pytest.mark.parametrize("name", SEARCH)
+def test_the_results_of_a_search_over_two_ranks_are_those_of_one(ranks: Path, name: str) -> None:
+    found = json.loads((ranks / name / "answers").read_text())
+    expected = rank_answers.answers(ranks / name)["results"]
+    assert len(expected) == 10 and found["results"].keys() == expected.keys()
+    for number, result in expected.items():
+        assert len(result) == (1 if name == "scores" else 64)
+        assert found["results"][number] == pytest.approx(result, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", FOUR)

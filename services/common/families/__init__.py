@@ -10,6 +10,7 @@ import importlib
 import os
 from pathlib import Path
 
+from services.common.families.task import with_task
 from services.common.model_spec import ModelSpec, ModelSpecError, UnsupportedOption, read_json
 
 FAMILIES = {
@@ -17,6 +18,7 @@ FAMILIES = {
     "MistralForCausalLM": "services.common.families.mistral",
     "Qwen2ForCausalLM": "services.common.families.qwen2",
     "Qwen3ForCausalLM": "services.common.families.qwen3",
+    "Qwen3Model": "services.common.families.qwen3",
     "Qwen3MoeForCausalLM": "services.common.families.qwen3_moe",
     "Qwen3_5ForCausalLM": "services.common.families.qwen3_5",
     "Qwen3_5ForConditionalGeneration": "services.common.families.qwen3_5",
@@ -27,8 +29,11 @@ FAMILIES = {
 }
 
 
-def read_spec(directory: Path | str) -> ModelSpec:
+def read_spec(directory: Path | str, task: str = "") -> ModelSpec:
     """Reads the JSON files of a checkpoint directory into a `ModelSpec`.
+
+    Args:
+        task: task that the user has named, see `with_task`. Empty if the files decide.
 
     Raises:
         UnsupportedOption: the model needs an option that is not implemented. The message names the
@@ -54,7 +59,7 @@ def read_spec(directory: Path | str) -> ModelSpec:
     config["architectures"] = [architecture]
     family = importlib.import_module(FAMILIES[architecture])
     try:
-        return family.read(directory, config)
+        return with_task(family.read(directory, config), config, task)
     except UnsupportedOption as error:
         raise UnsupportedOption(f"{directory}/{error.file}: {error}", error.file) from None
     except ModelSpecError:

@@ -37,7 +37,7 @@ class DescribeDecoderRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeDecoderResponse(_message.Message):
-    __slots__ = ("model_name", "dtype", "num_features", "hidden", "vocab_size", "max_model_len", "block_size", "num_blocks", "max_num_sequences", "fingerprint", "protocol")
+    __slots__ = ("model_name", "dtype", "num_features", "hidden", "vocab_size", "max_model_len", "block_size", "num_blocks", "max_num_sequences", "fingerprint", "protocol", "task")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class DescribeDecoderResponse(_message.Message):
     MAX_NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     dtype: _encoder_pb2.DType
     num_features: int
@@ -60,7 +61,8 @@ class DescribeDecoderResponse(_message.Message):
     max_num_sequences: int
     fingerprint: bytes
     protocol: int
-    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[_Union[_encoder_pb2.DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., protocol: _Optional[int] = ...) -> None: ...
+    task: str
+    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[_Union[_encoder_pb2.DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., protocol: _Optional[int] = ..., task: _Optional[str] = ...) -> None: ...
 
 class GenerateCommand(_message.Message):
     __slots__ = ("submit", "cancel", "accept")
@@ -220,7 +222,7 @@ class GenerateEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[SequenceEvent, _Mapping]]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceEvent(_message.Message):
-    __slots__ = ("sequence_id", "token_ids", "logprobs", "finished", "failed", "started", "prompt_logprobs", "leaving")
+    __slots__ = ("sequence_id", "token_ids", "logprobs", "finished", "failed", "started", "prompt_logprobs", "leaving", "vector")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +231,7 @@ class SequenceEvent(_message.Message):
     STARTED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    VECTOR_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
@@ -237,7 +240,8 @@ class SequenceEvent(_message.Message):
     started: Started
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
     leaving: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    vector: bytes
+    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., leaving: _Optional[bool] = ..., vector: _Optional[bytes] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("num_cached_tokens", "queue_s", "transfer_s", "prefill_s")

@@ -385,6 +385,8 @@ class Engine:
                 )
             if logprobs and index in logprobs:
                 event.logprobs = logprobs[index][: len(ids)]
+            if output.vectors is not None:
+                event.vector = output.vectors[index].tobytes()
             if reason is not None:
                 self._finish(sequence, reason, event=event)
                 continue

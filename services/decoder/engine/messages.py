@@ -202,6 +202,8 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         num_checkpoints: number of slots for states; the scheduler hands out slots
             0 .. num_checkpoints - 1.
         state_tokens: number of tokens of a piece of a chunk. A state can be saved after each piece.
+        task: task of the model, see `ModelSpec.task`. A sequence of a model for search ends with
+            its prompt.
     """
 
     model_name: str
@@ -221,6 +223,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     has_states: bool = False
     num_checkpoints: int = 0
     state_tokens: int = 1
+    task: str = "generate"
 
 
 class Logprobs(msgspec.Struct, array_like=True):
@@ -290,6 +293,8 @@ class SequenceEvent(msgspec.Struct, array_like=True, gc=False):
         end: end of the sequence, with its last tokens. None before.
         start: timings, with the first tokens. None afterwards.
         prompt_logprobs: log-probabilities of prompt tokens. None if there are no new ones.
+        vector: float32 `[n]`, the result of a model for search, with the only token. Empty if the
+            model generates text.
     """
 
     sequence_id: int
@@ -298,6 +303,7 @@ class SequenceEvent(msgspec.Struct, array_like=True, gc=False):
     end: EndOfSequence | None = None
     start: StartOfSequence | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    vector: bytes = b""
 
 
 class EngineStats(msgspec.Struct, array_like=True):

@@ -208,6 +208,7 @@ class StepOutput(NamedTuple):
     num_tokens: Int32Array  # [B]
     logprobs: dict[int, list[Logprobs]]  # by sample, one per token; for rows that request them
     scores: Sequence[Scores] = ()  # one for each of the P runs
+    vectors: FloatArray | None = None  # [B, n] float32, the results of a model for search
 
 
 class PendingStep(Protocol):

@@ -364,6 +364,8 @@ class DecoderFront(InputListener):
                     continue
                 if event.prompt_logprobs is not None:
                     stream.outbox.add_prompt_logprobs(sequence.sequence_id, event.prompt_logprobs)
+                if event.vector:
+                    stream.outbox.add_vector(sequence.sequence_id, event.vector)
                 if token_ids:
                     stream.outbox.add_tokens(sequence.sequence_id, token_ids, event.logprobs)
                     if event.start is not None:

@@ -85,6 +85,11 @@ class Outbox:
         )
         self._queued_bytes += 2 * (len(found.logprobs) + len(found.top_token_ids))
 
+    def add_vector(self, sequence_id: int, vector: bytes) -> None:
+        """Adds the result of a sequence of a model for search, with which the sequence ends."""
+        self._event(sequence_id).vector = vector
+        self._queued_bytes += len(vector)
+
     def add_start(self, sequence_id: int, started: pb.Started) -> None:
         """Adds the times up to the first token, which must have been added just before."""
         self._event(sequence_id).started.CopyFrom(started)

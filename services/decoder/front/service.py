@@ -45,6 +45,7 @@ class DecoderServicer(Servicer):
             max_num_sequences=engine.max_num_sequences,
             fingerprint=self._fingerprint,
             protocol=PROTOCOL,
+            task=engine.task,
         )
 
     async def Load(

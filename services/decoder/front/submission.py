@@ -28,6 +28,8 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PROMPT_LOGPROBS = 1 << 18  # prompt tokens times the logprobs of each token
 MAX_LOGIT_BIAS = 1024
 MAX_TENANT_CHARS = 128
+# The parameters of each sequence of a model for search.
+_POOLING = SamplingParams(max_tokens=1)
 
 
 def read_submit(
@@ -62,6 +64,11 @@ def read_submit(
     sampling = _sampling(submit.sampling, engine, engine.max_model_len - num_tokens)
     _check_generated(submit, sampling, engine)
     sampling, constraints = read_constraints(submit, sampling, engine, end_ids)
+    if engine.task != "generate" and (sampling != _POOLING or constraints is not None):
+        raise InvalidRequest(
+            f"{engine.model_name} generates no text: a sequence has max_tokens 1 and no other "
+            "sampling parameter"
+        )
     wanted = sampling.prompt_logprobs
     if wanted is not None and num_tokens * (wanted + 1) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(f"prompt_logprobs asks for more than {MAX_PROMPT_LOGPROBS} values")

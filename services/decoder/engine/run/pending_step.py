@@ -25,6 +25,8 @@ class HostTokens:
         sampling: the rows that want log-probabilities. None if no row does.
         buffer: the pinned buffer under `token_ids`, which goes back to its pool when it was read.
             None on a CPU, where there is nothing to wait for.
+        vectors: `[B, n]` float32, likewise, the results of a model for search. None if the step
+            samples.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class HostTokens:
         logprobs: SampledLogprobs | None,
         sampling: SamplingInputs | None,
         buffer: "PinnedBuffer | None" = None,
+        vectors: Tensor | None = None,
     ) -> None:
+        self.vectors = vectors
         self._token_ids = token_ids
         self._logprobs = logprobs
         self._sampling = sampling
@@ -83,18 +87,26 @@ class Readback:
         self._num_rows = num_rows
         self.free: list[PinnedBuffer] = []
 
-    def tokens(self, sampled: Sampled | None, sampling: SamplingInputs | None = None) -> HostTokens:
+    def tokens(
+        self,
+        sampled: Sampled | None,
+        sampling: SamplingInputs | None = None,
+        vectors: Tensor | None = None,
+    ) -> HostTokens:
         """Starts the copy of a step's tokens.
 
         Args:
             sampled: the sampled tokens on the device. None if the step samples nothing; the result
                 then only says when the step is over.
             sampling: the rows that want log-probabilities. None if no row does.
+            vectors: `[B, n]` float32 results of a model for search. None if the step samples.
         """
         token_ids = _NO_TOKENS if sampled is None else sampled.token_ids
         logprobs = None if sampled is None else sampled.logprobs
         if not self._cuda:
-            return HostTokens(token_ids, logprobs, sampling)
+            return HostTokens(token_ids, logprobs, sampling, vectors=vectors)
+        if vectors is not None:
+            vectors = self.copy(vectors)
         if logprobs is not None:
             parts = (logprobs.chosen, logprobs.top_ids, logprobs.top)
             logprobs = SampledLogprobs(*map(self.copy, parts))
@@ -102,7 +114,7 @@ class Readback:
         ids = buffer.ids[: len(token_ids)]
         ids.copy_(token_ids, non_blocking=True)
         buffer.copied.record()
-        return HostTokens(ids, logprobs, sampling, buffer)
+        return HostTokens(ids, logprobs, sampling, buffer, vectors)
 
     def mark(self) -> torch.cuda.Event | None:
         """Returns an event after everything launched so far, or None on a CPU."""
@@ -173,7 +185,9 @@ class DevicePendingStep:
             ids, logprobs = self.tokens.wait()
             scores = [Scores(*(part.numpy() for part in found)) for found in self.scores]
             ones = np.ones(len(ids), np.int32)
-            self._output = StepOutput(ids[:, None], ones, logprobs, scores)
+            vectors = self.tokens.vectors
+            pooled = None if vectors is None else vectors.numpy()
+            self._output = StepOutput(ids[:, None], ones, logprobs, scores, pooled)
         return self._output
 
 

@@ -50,8 +50,10 @@ from services.decoder.engine.run.graphs import (
 from services.decoder.engine.run.images import ImageReader
 from services.decoder.engine.run.kv_cache import DeviceMemory, KVCacheShape
 from services.decoder.engine.run.model_runner import ModelRunner
+from services.decoder.engine.run.pooling_runner import PoolingRunner
 from services.decoder.engine.run.step_computer import StepComputer
 from services.decoder.models.kv_scales import finish_scales, ignore_query_scales, read_scales
+from services.decoder.models.pooling import Pooler, PoolingTransformer, pooling_text
 from services.decoder.models.rank_spec import rank_spec
 from services.decoder.models.stored import as_stored
 from services.decoder.models.transformer import Transformer
@@ -70,6 +72,7 @@ class RunnerOptions:
     Attributes:
         model_directory: directory of a checkpoint in Hugging Face layout. With load_format "dummy"
             only its JSON files are read.
+        task: task of the checkpoint, see `DecoderSettings.task`.
         device: "cpu", "cuda" or "cuda:N"; "auto" is cuda if there is a GPU.
         dtype: "float32", "bfloat16" or "float16"; "auto" is bfloat16 on a GPU, float32 on a CPU.
         load_format: "auto" for safetensors files, or "dummy" for random weights.
@@ -93,6 +96,7 @@ class RunnerOptions:
     """
 
     model_directory: Path
+    task: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
@@ -126,7 +130,7 @@ def create_runner(
         ValueError: an option does not fit the machine or the model; the message says which.
     """
     started = time.monotonic()
-    spec = quantized_at_load(read_spec(options.model_directory), options.quantization)
+    spec = quantized_at_load(read_spec(options.model_directory, options.task), options.quantization)
     limit = longest_context(spec.text, options.max_model_len)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
@@ -141,7 +145,6 @@ def create_runner(
     model = _load(spec, backend, options, device, dtype, ranks)
     shape = _shape(text, options, E4M3 if fp8_cache else dtype)
     images = _image_reader(spec, options, arena, device, dtype)
-
     states = _states(text, options.max_num_sequences + 1, dtype, device)  # with a scratch state
 
     def make(info: EngineInfo) -> ModelRunner:
@@ -150,10 +153,12 @@ def create_runner(
         rows = DeviceRows.allocate(options.max_num_sequences, max_blocks, device)
         checkpoints = _states(text, info.num_checkpoints, dtype, device)
         state = DeviceState(pool, states, checkpoints, rows)
-        return ModelRunner(StepComputer(info, model, backend, state, images, ranks))
+        computer = StepComputer(info, model, backend, state, images, ranks)
+        return ModelRunner(computer) if pooler is None else PoolingRunner(computer, pooler)
 
     info = _info(spec, options, dtype)
     with model.ops.warming_up():
+        pooler = _pooler(spec, model)
         if fp8_cache:
             finish_scales(model, text, device, dtype, options.max_batched_tokens)
         budget = _fixed_budget(options, device)
@@ -194,8 +199,11 @@ def _load(
         spec = as_stored(spec, checkpoint)
     elif options.load_format != "dummy":
         raise ValueError(f"load_format {options.load_format!r} is not known; use auto or dummy")
+    kind, built = (Transformer, spec)
+    if spec.search is not None:
+        kind, built = PoolingTransformer, pooling_text(spec)
     with torch.device("meta"):
-        model = Transformer(spec, backend, PlainOps(), ranks=ranks)
+        model = kind(built, backend, PlainOps(), ranks=ranks)
     if checkpoint is None:
         load_dummy(
             model,
@@ -225,6 +233,15 @@ def _load(
     )
     set_kernels(model, model.ops.table)
     return model.eval()
+
+
+@torch.inference_mode()
+def _pooler(spec: ModelSpec, model: Transformer) -> Pooler | None:
+    """Makes the pooler of a model for search. Returns None if the model generates text."""
+    if spec.search is None:
+        return None
+    assert isinstance(model, PoolingTransformer)
+    return Pooler.of(spec.search, model)
 
 
 def _image_reader(
@@ -286,6 +303,7 @@ def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> Engine
         on_gpu=on_gpu,
         has_states=spec.text.linear_attention is not None,
         state_tokens=PIECE if on_gpu else 1,
+        task=spec.task,
     )
 
 

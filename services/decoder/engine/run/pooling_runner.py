@@ -1,0 +1,49 @@
+"""The runner of a model for search: its steps return vectors or scores, and sample nothing.
+
+A sequence of such a model ends with the step that computes its last prompt token. The step yields
+one meaningless token for it, so that scheduling, preemption and the ends of sequences are those of
+a chat request with `max_tokens` 1.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.sampling import NOT_FINITE
+from services.decoder.engine.run.model_runner import ModelRunner, Sampling
+from services.decoder.engine.run.pending_step import HostTokens
+from services.decoder.engine.run.sampler import Sampled
+from services.decoder.engine.run.step_computer import Computed, StepComputer
+from services.decoder.models.pooling import Pooler
+
+
+class PoolingRunner(ModelRunner):
+    """A `ModelRunner` that pools where others sample.
+
+    Args:
+        computer: the part of the runner that every rank has.
+        pooler: the pooler of the model.
+    """
+
+    def __init__(self, computer: StepComputer, pooler: Pooler) -> None:
+        super().__init__(computer)
+        self._pooler = pooler
+
+    def sample(self, computed: Computed, sampling: Sampling) -> HostTokens:
+        """Pools the hidden states of the samples, and starts to copy the results to the host.
+
+        The token of a sample is 0, or `NOT_FINITE` if its result is not finite.
+        """
+        assert computed.logits is not None
+        vectors = self._pooler(computed.logits)
+        finite = torch.isfinite(vectors.sum(-1))
+        token_ids = torch.where(finite, 0, NOT_FINITE).to(torch.int32)
+        return self.readback.tokens(Sampled(token_ids, None), vectors=vectors)
+
+    @torch.inference_mode()
+    def sample_scratch(self, num_rows: int) -> None:
+        """Pools meaningless hidden states, as a warm-up."""
+        self._pooler(self._scratch(num_rows))
+
+    def _scratch(self, num_rows: int) -> Tensor:
+        weight = self.computer.model.embed_tokens.weight
+        return torch.zeros((num_rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
