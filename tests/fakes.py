@@ -249,6 +249,7 @@ class FakeDecoder(_FakeServer):
         before_tokens: awaited after logprobs of the prompt and before the first token; likewise.
         die_after: break the stream after as many tokens of a sequence.
         leave_after: after as many, say that another decoder should continue it.
+        vector_of: what a decoder of a model for search makes of a prompt's token ids.
         submits: all that came; `running` are those not ended; `cancelled` were by the gateway.
     """
 
@@ -266,6 +267,7 @@ class FakeDecoder(_FakeServer):
         self.default_end_token = 0
         self.default_reply: list[int] = [40, 41, 42]
         self.encoders: Sequence[FakeEncoder] = ()
+        self.vector_of: Callable[[np.ndarray], np.ndarray] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -365,6 +367,9 @@ class FakeDecoder(_FakeServer):
                     token_ids=ids,
                     logprobs=logprobs if sampling.HasField("top_logprobs") else [],
                 )
+                if self.vector_of is not None:
+                    found = self.vector_of(np.frombuffer(submit.prompt_token_ids, "<i4"))
+                    event.vector = found.astype("<f4").tobytes()
                 if start == begin:
                     event.started.CopyFrom(
                         decoder_pb2.Started(

@@ -90,7 +90,9 @@ class GatewayStack:
             (self.model_directory / name).write_text(content)
         self.tokenizer = ModelTokenizer.from_directory(self.model_directory)
         self.encoders = [FakeEncoder() for _ in range(num_encoders)]
-        features = {"num_features": 0} if text_only else {}
+        features: dict[str, Any] = {"num_features": 0} if text_only else {}
+        if "task" in settings:
+            features["task"] = settings["task"]
         self.decoders = [
             FakeDecoder(vocab_size=vocab_size(), **features) for _ in range(num_decoders)
         ]

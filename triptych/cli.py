@@ -46,6 +46,10 @@ _ELSEWHERE = {
     "--enable-per-request-metrics": "set include_stage_times in the request",
     "--return-tokens-as-token-ids": "set return_tokens_as_token_ids in the request",
     "--enable-force-include-usage": "set stream_options.include_usage in the request",
+    "--runner": "the task is read from the checkpoint's files; --task names another",
+    "--convert": "the task is read from the checkpoint's files; --task names another",
+    "--hf-overrides": "models for search need none: --task rank or embed",
+    "--hf_overrides": "models for search need none: --task rank or embed",
     "--tokenizer": "the tokenizer of the model is used",
 }
 
@@ -205,6 +209,13 @@ def _add_model_options(serve: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="Names of the model in requests. Answers have the first name. Defaults to the name on "
         "the hub, or to the directory's name.",
+    )
+    model(
+        "--task",
+        choices=("auto", "generate", "embed", "rank"),
+        help="Task of the model: generate text, embed inputs of a search as vectors, or rank "
+        "documents. Defaults to auto, which is the task that the checkpoint's files name, or else "
+        "generate.",
     )
     model(
         "--dtype",

@@ -14,9 +14,11 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _URL = re.compile(
     r"(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)/+([\w.-]+/[\w.-]+).*", re.ASCII
 )
-_FILES = ["*.json", "*.safetensors", "*.jinja"]
-# Copies of the weights in other formats: in subfolders, and Mistral's files beside the others.
-_IGNORED = ["*/*", "consolidated*.safetensors"]
+# The model card (README.md) says of a reranker that it is one.
+_FILES = ["*.json", "*.safetensors", "*.jinja", "README.md"]
+# Copies of the weights in other formats: in subfolders, and Mistral's files beside the others. The
+# folders of sentence-transformers' modules, such as `1_Pooling`, begin with a digit.
+_IGNORED = ["[!0-9]*/*", "*/*.safetensors", "consolidated*.safetensors"]
 
 
 def resolve_model(model: Path, revision: str | None = None) -> tuple[Path, str | None]:

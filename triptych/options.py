@@ -33,6 +33,7 @@ class ServeOptions:
         grpc: connections between the services: `unix` or `tcp`.
         served_names: names of the model in requests; answers have the first. Defaults to its name
             on the hub, or else to the name of the directory.
+        task: task of the checkpoint: `auto`, `generate`, `embed` or `rank`.
         chat_template: file with a chat template instead of the checkpoint's.
         template_defaults: JSON object of template variables for requests that do not set them.
         generation: JSON object whose entries replace those of generation_config.json.
@@ -65,6 +66,7 @@ class ServeOptions:
     redis_url: str | None = None
     grpc: str = "unix"
     served_names: list[str] | None = None
+    task: str | None = None
     chat_template: Path | None = None
     template_defaults: str | None = None
     generation: str | None = None

@@ -41,6 +41,7 @@ _WILDCARDS = {"0.0.0.0": LOOPBACK, "": LOOPBACK, "::": "::1"}
 # Option that overrides a variable. Other overridden variables are chosen by the plan itself.
 _OPTIONS = {
     "SERVED_MODEL_NAME": "--served-model-name",
+    "TASK": "--task",
     "CHAT_TEMPLATE": "--chat-template",
     "DEFAULT_CHAT_TEMPLATE_KWARGS": "--default-chat-template-kwargs",
     "OVERRIDE_GENERATION_CONFIG": "--override-generation-config",
@@ -122,18 +123,19 @@ class Plan:
         return f"http://{_bracketed(host)}:{self.metrics_port}/metrics"
 
 
-def read_model(directory: Path, quantization: str = "") -> ModelSpec:
+def read_model(directory: Path, quantization: str = "", task: str = "") -> ModelSpec:
     """Reads the spec of a checkpoint directory.
 
     Args:
         directory: the checkpoint.
         quantization: see `quantized_at_load`.
+        task: task that the user has named. Empty if the files decide.
 
     Raises:
         StackError: the directory has no model, or the model cannot be served.
     """
     try:
-        return quantized_at_load(read_spec(directory), quantization)
+        return quantized_at_load(read_spec(directory, task), quantization)
     except ModelSpecError as error:
         raise StackError(str(error), 2) from error
 
@@ -261,6 +263,7 @@ def _server_defaults(options: ServeOptions) -> dict[str, str]:
     """Returns the gateway's variables for the options that change the defaults of requests."""
     template = options.chat_template
     given = {
+        "TASK": options.task,
         "CHAT_TEMPLATE": None if template is None else str(template.resolve()),
         "DEFAULT_CHAT_TEMPLATE_KWARGS": options.template_defaults,
         "OVERRIDE_GENERATION_CONFIG": options.generation,
@@ -483,6 +486,7 @@ def _engines(
         "LOG_LEVEL": "DEBUG" if options.log_level == "DEBUG" else "INFO",
     }
     limits = {
+        "TASK": options.task,
         "MAX_MODEL_LEN": options.max_model_len,
         "MAX_NUM_SEQUENCES": options.max_num_seqs,
         "QUANTIZATION": options.quantization,

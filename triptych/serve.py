@@ -149,7 +149,8 @@ def prepare(
     # Warnings about the model are not shown here, because the services log the same warnings.
     logging.getLogger("services").addHandler(logging.NullHandler())
     quantization = options.quantization or environment.get("DECODER_QUANTIZATION", "")
-    spec = read_model(options.model, quantization)
+    task = options.task or environment.get("DECODER_TASK", "")
+    spec = read_model(options.model, quantization, task)
     checks.check_installed(images=spec.vision is not None)
     checks.check_ranks(spec, ranks_of(options, environment))
     gpus = count_gpus(environment)

@@ -39,13 +39,15 @@ from services.gateway.media.media_loader import MediaLoader
 from services.gateway.media.videos import VideoReader
 from services.gateway.media.web_media import WebMedia
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.prompts.chat_template import ChatTemplate
+from services.gateway.prompts.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import PromptBuilder
+from services.gateway.prompts.search_prompts import SearchPrompts
 from services.gateway.redis_entry_store import RedisEntryStore
 from services.gateway.request.chat import ChatService
 from services.gateway.request.drafts import DraftReader
 from services.gateway.request.sampling import SamplingReader, check_overrides, model_defaults
+from services.gateway.request.search import SearchService
 from services.gateway.settings import GatewaySettings
 from services.gateway.tenancy.admission import Admission, largest_body, max_held_bytes
 from services.gateway.tenancy.leases import Leases
@@ -89,7 +91,7 @@ def create_gateway(
     """
     bounds = bounds or settings.bounds
     keyring = _keyring(settings)
-    spec = read_spec(settings.model)
+    spec = read_spec(settings.model, settings.task)
     if spec.vision is not None and not settings.encoders:
         raise SettingsError(
             f"GATEWAY_ENCODER_ADDRESSES: needed, because {spec.architecture} takes images"
@@ -133,7 +135,12 @@ def create_gateway(
     )
 
     info = TokenizerInfo(spec.directory, template.source)
-    routes = create_routes(service, admission, metrics, info, store, settings.others, pod_times)
+    search = None
+    if spec.search is not None:
+        search = SearchService(spec, service, SearchPrompts(spec, tokenizer, bounds))
+    routes = create_routes(
+        service, admission, metrics, info, store, settings.others, pod_times, search
+    )
     # msgspec checks requests, and `openapi` describes them from the same types, so FastAPI's own
     # validation and document are not used.
     router = APIRouter(lifespan=lambda _: _running(service, leases, web, loader, store))
@@ -171,6 +178,10 @@ def _template(
     settings: GatewaySettings, spec: ModelSpec, tokenizer: ModelTokenizer
 ) -> ChatTemplate:
     file = settings.chat_template
+    if spec.search is not None:
+        if file is not None:
+            raise SettingsError("GATEWAY_CHAT_TEMPLATE: a model for search has its own templates")
+        return ChatTemplate(PLAIN_TEMPLATE, {}, tokenizer.added)
     try:
         return ChatTemplate.from_directory(spec.directory, tokenizer.added, file)
     except (OSError, UnicodeDecodeError) as error:
@@ -292,6 +303,7 @@ def _pools(
         spec.text.hidden_size,
         0 if spec.vision is None else spec.vision.tower.num_features,
         is_own=bool(fingerprint),
+        task=spec.task,
     )
     dialer = PodDialer(Credentials.from_settings(settings).shown, metrics, pod_times)
     addresses = settings.encoders if spec.vision is not None else ()

@@ -245,6 +245,7 @@ class DecoderPod(Pod):
                 error,
                 scores,
                 decoder_drains=event.leaving,
+                vector=event.vector,
             )
         )
 

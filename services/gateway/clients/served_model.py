@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from services.common.model_spec import Task
 from services.common.pb import decoder_pb2 as pb
 from services.common.transport.rpc import PROTOCOL
 
@@ -26,6 +27,7 @@ class ServedModel:
             is not checked.
         is_own: True if the fingerprint is that of the gateway's directory, and is never replaced.
         max_model_len: context length of the decoders. None if no decoder has been healthy.
+        task: task of the model. None if it is not checked.
     """
 
     fingerprint: bytes = b""
@@ -34,6 +36,7 @@ class ServedModel:
     num_features: int | None = None
     is_own: bool = False
     max_model_len: int | None = None
+    task: Task | None = None
 
     def misfit_of_decoder(self, found: pb.DescribeDecoderResponse) -> str:
         """Returns the reason why a decoder cannot serve the model. Empty if it can."""
@@ -44,6 +47,8 @@ class ServedModel:
             own, its = getattr(self, name), getattr(found, name)
             if own is not None and own != its:
                 return f"its {name} is {its}, not {own}"
+        if self.task is not None and (task := found.task or "generate") != self.task:
+            return f"its task is {task}, not {self.task}"
         if why := self.misfit_of(found.fingerprint):
             return why
         wanted, given = self.max_model_len, found.max_model_len

@@ -21,6 +21,7 @@ class TokenEvent(Struct, frozen=True):
         finish_reason: `stop` or `length` with the last tokens, otherwise None.
         error: error that ended the sequence. No event follows it.
         prompt_logprobs: log probabilities of prompt tokens. They come before the first token.
+        vector: float32 result of a model for search, with the only token. Otherwise empty.
         decoder_drains: True if the decoder is shutting down and may end before the sequence does.
     """
 
@@ -32,6 +33,7 @@ class TokenEvent(Struct, frozen=True):
     error: TriptychError | None = None
     prompt_logprobs: Sequence[pb.PromptLogprobs] = ()
     decoder_drains: bool = False
+    vector: bytes = b""
 
     @property
     def is_last(self) -> bool:
@@ -41,7 +43,7 @@ class TokenEvent(Struct, frozen=True):
     @property
     def num_bytes(self) -> int:
         """Estimate of the memory that the event takes, in bytes."""
-        num_bytes = 256 + 40 * len(self.token_ids)
+        num_bytes = 256 + 40 * len(self.token_ids) + len(self.vector)
         for entry in self.logprobs:
             num_bytes += 64 * (1 + len(entry.top_token_ids))
         return num_bytes

@@ -132,7 +132,7 @@ class GenerationEndpoint:
                     await self.handler(context, body)
             except TimeoutError:
                 raise DeadlineExceeded("the request took too long") from None
-            return context.completions[0].choices[0].finish_reason or "internal_error"
+            return context.outcome
         except TriptychError as error:
             context.name_field_as_client(error)
             if not exchange.started:

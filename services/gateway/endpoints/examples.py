@@ -27,6 +27,11 @@ _VIDEO_PARTS = [
     {"type": "video", "video": [_IMAGE_URL, _IMAGE_URL], "fps": 1},
     {"type": "text", "text": "What happens in the video?"},
 ]
+_RANK: dict[str, Any] = {
+    "model": MODEL,
+    "query": "Which shape has four sides?",
+    "documents": ["A red square.", "A blue circle."],
+}
 
 # Path -> name of the example -> body. `image` and `video` need a model that takes such.
 BODIES: dict[str, dict[str, dict[str, Any]]] = {
@@ -45,6 +50,15 @@ BODIES: dict[str, dict[str, dict[str, Any]]] = {
     "/v1/messages": {"text": _CHAT},
     "/v1/messages/count_tokens": {
         "text": {"model": MODEL, "messages": [{"role": "user", "content": _QUESTION}]},
+    },
+    "/v1/embeddings": {
+        "text": {"model": MODEL, "input": ["A red square.", "A blue circle."]},
+        "image": {"model": MODEL, "input": [{"text": "A square.", "image": _IMAGE_URL}]},
+    },
+    "/v1/rerank": {"text": _RANK},
+    "/v2/rerank": {"text": _RANK},
+    "/v1/score": {
+        "text": {"model": MODEL, "queries": "A square", "documents": ["A red square."]},
     },
     "/v1/media": {"image": {"url": _IMAGE_URL}},
     "/tokenize": {"text": {"prompt": _QUESTION}},

@@ -6,6 +6,8 @@ objects, which take precedence. A test fails if a field has no description, or a
 
 from collections.abc import Mapping
 
+from services.gateway.endpoints.search_descriptions import SEARCH
+
 
 def description_of(name: str, field: str) -> str:
     """Returns the description of a field. Empty if there is none.
@@ -148,6 +150,7 @@ _MESSAGES = {
 }
 
 OWN: Mapping[str, Mapping[str, str]] = {
+    **SEARCH,
     # POST /v1/chat/completions
     "ChatRequest": {
         "messages": "The conversation: texts, images, videos, calls and their results.",

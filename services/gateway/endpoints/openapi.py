@@ -26,6 +26,7 @@ from services.gateway.endpoints.upload_routes import DeletedUpload, UploadAnswer
 from services.gateway.forms import messages_api as messages
 from services.gateway.forms import responses as chat
 from services.gateway.forms import responses_api as responses
+from services.gateway.forms import search
 from services.gateway.forms.error_answers import ErrorAnswer, MessagesErrorAnswer
 from services.gateway.forms.hints import BY_OBJECT
 from services.gateway.forms.openai import ChatRequest
@@ -89,6 +90,22 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/messages/count_tokens"): Operation(
         "countMessageTokens", "Tokens of a message's prompt",
         messages.CountTokensRequest, messages.TokenCount, error=MessagesErrorAnswer,
+    ),
+    ("POST", "/v1/embeddings"): Operation(
+        "createEmbeddings", "Vectors of texts, images and clips", search.EmbeddingRequest,
+        search.EmbeddingList,
+    ),
+    ("POST", "/v1/rerank"): Operation(
+        "rerank", "Documents in the order of their relevance", search.RerankRequest, search.Ranking
+    ),
+    ("POST", "/v2/rerank"): Operation(
+        "rerankInVersionTwo",
+        "Documents in the order of their relevance, as version 2 of Cohere's API",
+        search.RerankRequest, search.Ranking,
+    ),
+    ("POST", "/v1/score"): Operation(
+        "createScores", "Scores of pairs of a query and a document", search.ScoreRequest,
+        search.ScoreList,
     ),
     ("GET", "/v1/models"): Operation("listModels", "The served models", None, ModelList),
     ("GET", "/v1/models/{name}"): Operation("getModel", "A served model", None, ModelCard),

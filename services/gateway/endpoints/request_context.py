@@ -63,6 +63,14 @@ class RequestContext:
         """The part of the answer's id that comes from the request's id."""
         return self.exchange.request_id.removeprefix("req-")
 
+    @property
+    def outcome(self) -> str:
+        """Outcome of an answered request: the finish reason of its first choice, or `stop` if its
+        model generates no text.
+        """
+        choices = self.completions[0].choices
+        return (choices[0].finish_reason or "internal_error") if choices else "stop"
+
     async def parse(self, parse: Parse[Parsed], body: Body) -> Parsed:
         """Returns the parsed body.
 

@@ -5,19 +5,25 @@ A new path is a handler in a file of its own and a line here. Handlers translate
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from starlette.routing import Route
 
 from services.gateway.clients.pods import PodTimes
 from services.gateway.endpoints.chat_endpoint import chat_completions
-from services.gateway.endpoints.endpoint import GenerationEndpoint, UtilityEndpoint
+from services.gateway.endpoints.endpoint import (
+    GenerationEndpoint,
+    GenerationHandler,
+    UtilityEndpoint,
+)
 from services.gateway.endpoints.messages_endpoint import count_tokens, messages
 from services.gateway.endpoints.models import ModelRoutes
 from services.gateway.endpoints.operations import Operations
 from services.gateway.endpoints.pages import page_routes
+from services.gateway.endpoints.request_context import RequestContext
 from services.gateway.endpoints.responses_endpoint import responses
+from services.gateway.endpoints.search_endpoints import embeddings, rerank, score, wrong_task
 from services.gateway.endpoints.stored_responses import StoredResponses
 from services.gateway.endpoints.text_completions_endpoint import text_completions
 from services.gateway.endpoints.tokenization import (
@@ -29,9 +35,14 @@ from services.gateway.endpoints.tokenization import (
 from services.gateway.endpoints.upload_routes import TYPES as UPLOAD_TYPES
 from services.gateway.endpoints.upload_routes import delete_upload, upload
 from services.gateway.entry_store import EntryStore
+from services.gateway.forms.json_body import Body
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.chat import ChatService
+from services.gateway.request.search import SearchService
 from services.gateway.tenancy.admission import Admission
+
+# Answers a request for search with the service of the model.
+SearchHandler = Callable[[SearchService, RequestContext, Body], Awaitable[None]]
 
 
 def create_routes(
@@ -42,6 +53,7 @@ def create_routes(
     store: EntryStore,
     other_gateways: Sequence[str] = (),
     times: PodTimes | None = None,
+    search: SearchService | None = None,
 ) -> list[Route]:
     """Returns all routes of the gateway. The first ones are looked up first, so they are the paths
     that generate.
@@ -54,9 +66,19 @@ def create_routes(
         store: store of the responses that later requests continue.
         other_gateways: URLs of gateways whose models `/v1/models` lists, too.
         times: times of the pods, which decide when absent services count as scaled to zero.
+        search: service of a model for search. None if the model generates text.
     """
     answers = StoredResponses(service, store)
-    generation = partial(GenerationEndpoint, service, admission, metrics)
+    serve = partial(GenerationEndpoint, service, admission, metrics)
+
+    def generation(handler: GenerationHandler) -> GenerationEndpoint:
+        return serve(handler if search is None else partial(wrong_task, search.task))
+
+    def searching(handler: SearchHandler) -> GenerationEndpoint:
+        return serve(
+            partial(wrong_task, "generate") if search is None else partial(handler, search)
+        )
+
     utility = partial(UtilityEndpoint, service, admission)
     models = ModelRoutes(service, other_gateways, int(time.time()))
     operations = Operations(service, admission, metrics, (times or PodTimes()).absent_s)
@@ -65,6 +87,10 @@ def create_routes(
         Route("/v1/completions", generation(text_completions), methods=["POST"]),
         Route("/v1/responses", generation(partial(responses, answers)), methods=["POST"]),
         Route("/v1/messages", generation(messages), methods=["POST"]),
+        Route("/v1/embeddings", searching(embeddings), methods=["POST"]),
+        Route("/v1/rerank", searching(partial(rerank, "1")), methods=["POST"]),
+        Route("/v2/rerank", searching(partial(rerank, "2")), methods=["POST"]),
+        Route("/v1/score", searching(score), methods=["POST"]),
         Route("/v1/models", models.models),
         Route("/v1/models/{name:path}", models.model),
         Route("/health", operations.health),

@@ -160,7 +160,12 @@ def check_generation(request: GenerationFields) -> None:
                 f"a bias is a number from -{MAX_BIAS} to {MAX_BIAS}",
                 param=f"logit_bias.{name[:100]}",
             )
-    if request.cache_salt is not None and not _SALT.fullmatch(request.cache_salt):
+    check_salt(request.cache_salt)
+
+
+def check_salt(cache_salt: str | None) -> None:
+    """Raises InvalidRequest unless the salt is one that image keys and prefix hashes can have."""
+    if cache_salt is not None and not _SALT.fullmatch(cache_salt):
         raise InvalidRequest("cache_salt must not contain @, / or \\", param="cache_salt")
-    if request.cache_salt is not None and len(request.cache_salt.encode()) > MAX_SALT_BYTES:
+    if cache_salt is not None and len(cache_salt.encode()) > MAX_SALT_BYTES:
         raise InvalidRequest(f"more than {MAX_SALT_BYTES} bytes", param="cache_salt")

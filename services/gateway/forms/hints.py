@@ -38,6 +38,7 @@ def _all(names: str) -> dict[str, Values]:
 
 _CHAT, _TEXT, _RESPONSES = "ChatRequest", "CompletionRequest", "ResponsesRequest"
 _MESSAGES = ("MessagesRequest", "CountTokensRequest")
+_SEARCH = ("EmbeddingRequest", "RerankRequest", "ScoreRequest")
 _CHAT_PARTS = (
     "TextPart", "InputTextPart", "ImageUrlPart", "InputImagePart", "NamedImagePart",
     "VideoUrlPart", "InputVideoPart", "NamedVideoPart",
@@ -56,6 +57,16 @@ TABLE: Sequence[Hints] = (
             "prompt_cache_options prediction request_id session_id client_metadata"
         ),
         "say who asks, how it is billed and cached",
+    ),
+    Hints(
+        _SEARCH,
+        {**_all("user metadata request_id safety_identifier add_generation_prompt "
+                "continue_final_message late_chunking"),
+         "add_special_tokens": (True,), "normalize": (True,), "normalized": (True,),
+         "embed_dtype": ("float32", "auto"), "endianness": ("native", "little"),
+         "use_activation": (True,), "softmax": (True,), "activation": (True,),
+         "max_chunks_per_doc": (), "rank_fields": (["text"],)},
+        "say who asks, or ask for what the model's template does",
     ),
     Hints((_CHAT, _TEXT), _all("user metadata store"), "say who asks; nothing is stored"),
     Hints(

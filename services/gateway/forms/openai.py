@@ -224,7 +224,7 @@ def check_chat_request(request: ChatRequest) -> None:
     elif request.enable_thinking is None:
         request.enable_thinking = request.think
     for index, message in enumerate(request.messages):
-        _check_message(message, index)
+        check_message(message, index)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     if request.thinking_token_budget == 0 and request.prompt_logprobs is not None:
@@ -252,7 +252,8 @@ def _has_text_to_continue(message: Message) -> bool:
     return message.role == "assistant" and (bool(message.content) or is_empty_text)
 
 
-def _check_message(message: Message, index: int) -> None:
+def check_message(message: Message, index: int) -> None:
+    """Raises InvalidRequest if a message has fields that its role does not have."""
     path = f"messages[{index}]"
     role = message.role
     if message.content is None and role not in ("assistant", "tool"):

@@ -11,19 +11,19 @@ BELOW_V1 = (
     "/messages/count_tokens",
     "/models",
     "/media",
+    "/embeddings",
+    "/rerank",
+    "/score",
 )
 _PREFIXES = re.compile(r"(?:/api|/openai)?(?:/v1)*(?=/)")
 _CHAT = "send conversations to /v1/chat/completions"
-_ONE_MODEL = "a gateway serves one model that generates text"
+_SEARCH = "vectors of a search are served at /v1/embeddings, and scores at /v1/rerank"
 # Beginning of a path without its prefix -> why it is not served.
 _REASONS = {
-    "/embeddings": f"embeddings are not served: {_ONE_MODEL}",
-    "/embed": f"embeddings are not served: {_ONE_MODEL}",
-    "/pooling": f"pooling models are not served: {_ONE_MODEL}",
-    "/classify": f"classification is not served: {_ONE_MODEL}",
-    "/rerank": f"reranking is not served: {_ONE_MODEL}",
-    "/score": f"scoring is not served: {_ONE_MODEL}",
-    "/moderations": f"moderation is not served: {_ONE_MODEL}",
+    "/embed": _SEARCH,
+    "/pooling": _SEARCH,
+    "/classify": "classification is not served",
+    "/moderations": "moderation is not served",
     "/audio": "audio is not served; images and videos are parts of a chat message",
     "/images": "images are not generated; as input they are parts of a chat message",
     "/realtime": f"the realtime API is not served: {_CHAT}",

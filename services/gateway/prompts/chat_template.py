@@ -34,6 +34,14 @@ _SPECIAL_TOKEN_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
 
+# Writes messages one after the other. It stands for the template of models for search, which have
+# prompts of their own, and whose checkpoints need not have a chat template.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+)
 _PROBE = "a late system message"
 # Variables that a request may not set.
 RESERVED = frozenset(

@@ -16,8 +16,10 @@ from tests.tiny_tokenizer import write_model_directory
 SCHEMAS = openapi_document("1")["components"]["schemas"]
 REQUESTS = [s for s in SCHEMAS.values() if s.get("additionalProperties") is False]
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("api.md", "fields.md"))
-CODE = " ".join(re.findall(r"`([^`]+)`", TEXT))
+TEXT = "".join(
+    (DOCS / name).read_text(encoding="utf-8") for name in ("api.md", "search.md", "fields.md")
+)
+CODE = " ".join(re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)))
 # Never sent: the client has disconnected; the gateway retries elsewhere.
 INTERNAL = {
     "cancelled", "embedding_unavailable", "engine_lost", "process_lost", "video_not_held",

@@ -6,12 +6,19 @@ import msgspec
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.gateway.forms import messages_api, openai, responses_api, text_completions, tools
+from services.gateway.forms import (
+    messages_api,
+    openai,
+    responses_api,
+    search,
+    text_completions,
+    tools,
+)
 from services.gateway.forms.hints import BY_LIST, BY_OBJECT
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.openai import ChatRequest, parse_chat_request
 
-MODULES = (messages_api, openai, responses_api, text_completions, tools)
+MODULES = (messages_api, openai, responses_api, search, text_completions, tools)
 
 
 def struct_of(name):

@@ -1,0 +1,351 @@
+"""POST /v1/embeddings, /v1/rerank, /v2/rerank and /v1/score: the handlers of search.
+
+All prompts of a request are tokenized first, so that a wrong one is refused before any work. They
+then run at the same time, up to a limit. A failure of one prompt ends the request with its error.
+"""
+
+import asyncio
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from msgspec import UNSET
+
+from services.common.errors import InvalidRequest, TriptychError
+from services.common.model_spec import Task
+from services.gateway.endpoints.request_context import RequestContext, now, renamed
+from services.gateway.forms.json_body import Body
+from services.gateway.forms.openai import ChatRequest, Part
+from services.gateway.forms.search import (
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    Input,
+    RankedDocument,
+    Ranking,
+    Score,
+    ScoreList,
+    SearchFields,
+    SearchItem,
+    SearchUsage,
+    parse_embedding_request,
+    parse_rerank_request,
+    parse_score_request,
+    text_of,
+)
+from services.gateway.gather import gather
+from services.gateway.prompts.search_prompts import SearchDraft
+from services.gateway.request.search import FloatArray, SearchService
+from services.gateway.tenancy.quota import SEQUENCES
+
+# Most prompts of a request that run at a time.
+_MAX_RUNNING = 128
+_NAMED = ("video", "image", "text")  # fields of a `SearchItem`, in the order of its parts
+_REMEDIES: Mapping[Task, str] = {
+    "generate": "it generates text: POST /v1/chat/completions",
+    "embed": "it makes the vectors of a search: POST /v1/embeddings",
+    "rank": "it ranks documents: POST /v1/rerank or /v1/score",
+}
+
+
+async def wrong_task(task: Task, context: RequestContext, body: Body) -> None:
+    """Refuses a request to an endpoint that the model is not for.
+
+    Raises:
+        InvalidRequest: always; the message names the endpoints of the model's task.
+    """
+    name = context.service.model_name
+    raise InvalidRequest(
+        f"the model {name} does not serve this endpoint; {_REMEDIES[task]}", param="model"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt of a request.
+
+    Attributes:
+        draft: the tokenized prompt.
+        chat: its messages.
+        paths: client's fields by the fields of `chat`, for errors.
+    """
+
+    draft: SearchDraft
+    chat: ChatRequest
+    paths: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class _Runs:
+    """The prompts of one request, while they run.
+
+    Attributes:
+        search: service that runs the prompts.
+        context: the request.
+        request: the parsed body.
+        truncated: indices of the prompts that were cut.
+    """
+
+    search: SearchService
+    context: RequestContext
+    request: SearchFields
+    truncated: set[int] = field(default_factory=set[int])
+    _charging: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def results(self, prompts: Sequence[_Prompt]) -> list[FloatArray]:
+        """Runs prompts, and returns their results in order."""
+        most = self.context.slot.usage.quota.limits[SEQUENCES]
+        limit = _MAX_RUNNING if most is None else max(1, min(_MAX_RUNNING, int(most)))
+        num_counted = 0
+
+        async def run(place: tuple[int, _Prompt]) -> FloatArray:
+            nonlocal num_counted
+            index, prompt = place
+            timings = self.context.timings
+            if index:
+                timings = replace(timings, seconds={})
+            try:
+                completion, is_cut = await self.search.prepare(
+                    self.request,
+                    prompt.chat,
+                    prompt.draft,
+                    self.context.exchange.request_id,
+                    timings,
+                    self.context.slot,
+                )
+                if is_cut:
+                    self.truncated.add(index)
+                service = self.context.service
+                num_pixels = service.prompts.num_pixels(completion.prompt)
+                # `RequestContext.settle` needs the completions in the order of their charges. The
+                # sequences that run at a time are charged once, not those of all prompts.
+                async with self._charging:
+                    num_sequences = int(num_counted < limit)
+                    num_tokens = len(completion.prompt.token_ids)
+                    await self.context.slot.usage.charge(num_tokens, num_sequences, num_pixels)
+                    num_counted += num_sequences
+                    self.context.completions.append(completion)
+                return await self.search.run(completion)
+            except TriptychError as error:
+                if error.param is not None:
+                    error.param = renamed(error.param, prompt.paths)
+                raise
+
+        return await gather(run, enumerate(prompts), limit)
+
+    def usage(self) -> SearchUsage:
+        """Returns the tokens of all prompts."""
+        found = [completion.usage() for completion in self.context.completions]
+        num_tokens = sum(usage.prompt_tokens for usage in found)
+        details: dict[str, int] = {}
+        for name in ("cached_tokens", "image_tokens", "video_tokens"):
+            counts = [getattr(usage.prompt_tokens_details, name) or 0 for usage in found]
+            details[name] = sum(counts)
+        return SearchUsage(num_tokens, num_tokens, details)
+
+    def was_cut(self, index: int) -> Any:  # noqa: ANN401 - True or UNSET
+        return True if index in self.truncated else UNSET
+
+
+async def embeddings(search: SearchService, context: RequestContext, body: Body) -> None:
+    """Answers a request for the vectors of inputs.
+
+    Raises:
+        TriptychError: the request is invalid, or it cannot be served.
+    """
+    if search.task != "embed":
+        await wrong_task(search.task, context, body)
+    request = await context.parse(parse_embedding_request, body)
+    context.service.check_model(request.model)
+    width = search.spec.text.hidden_size
+    if request.dimensions is not None and request.dimensions > width:
+        raise InvalidRequest(
+            f"the model's vectors have {width} dimensions, not {request.dimensions}",
+            param="dimensions",
+        )
+    with context.timings.measure("tokenize"):
+        prompts = await _embedding_prompts(search, request)
+    runs = _Runs(search, context, request)
+    vectors = await runs.results(prompts)
+    as_text = request.encoding_format == "base64"
+    data: list[Embedding] = []
+    for index, vector in enumerate(vectors):
+        unit = _normalized(vector[: request.dimensions])
+        shown = base64.b64encode(unit.tobytes()).decode() if as_text else unit.tolist()
+        data.append(Embedding(index, shown, truncated=runs.was_cut(index)))
+    name = context.service.model_name
+    answer = EmbeddingList(f"embd-{context.answer_id}", now(), name, data, runs.usage())
+    await context.exchange.write_json(answer)
+
+
+async def rerank(version: str, search: SearchService, context: RequestContext, body: Body) -> None:
+    """Answers a request to rank documents. Cohere's version 2 returns no documents by default.
+
+    Args:
+        version: version of Cohere's API, `1` or `2`.
+
+    Raises:
+        TriptychError: the request is invalid, or it cannot be served.
+    """
+    if search.task != "rank":
+        await wrong_task(search.task, context, body)
+    request = await context.parse(parse_rerank_request, body)
+    pairs = [(request.query, document) for document in request.documents]
+    places = [("query", f"documents[{index}]") for index in range(len(pairs))]
+    runs = _Runs(search, context, request)
+    scores = await _scores(runs, pairs, places)
+    shows = version == "1" if request.return_documents is None else request.return_documents
+    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+    results: list[RankedDocument] = []
+    for index in order[: request.top_n or len(order)]:
+        found = RankedDocument(index, scores[index], truncated=runs.was_cut(index))
+        text = _text(request.documents[index])
+        if shows and text is not None:
+            found.document = {"text": text}
+        results.append(found)
+    usage = runs.usage()
+    meta = {
+        "api_version": {"version": version},
+        "tokens": {"input_tokens": usage.prompt_tokens, "output_tokens": 0},
+    }
+    name = context.service.model_name
+    answer = Ranking(f"rerank-{context.answer_id}", name, results, usage, meta)
+    await context.exchange.write_json(answer)
+
+
+async def score(search: SearchService, context: RequestContext, body: Body) -> None:
+    """Answers a request for the scores of pairs, as vLLM does.
+
+    Raises:
+        TriptychError: the request is invalid, or it cannot be served.
+    """
+    if search.task != "rank":
+        await wrong_task(search.task, context, body)
+    request = await context.parse(parse_score_request, body)
+    (left, firsts), (right, seconds) = request.sides()
+    if len(firsts) == 1:
+        pairs = [(firsts[0], second) for second in seconds]
+        places = [(left, f"{right}[{index}]") for index in range(len(pairs))]
+    else:
+        pairs = list(zip(firsts, seconds, strict=True))
+        places = [(f"{left}[{index}]", f"{right}[{index}]") for index in range(len(pairs))]
+    runs = _Runs(search, context, request)
+    scores = await _scores(runs, pairs, places)
+    data = [Score(index, found, runs.was_cut(index)) for index, found in enumerate(scores)]
+    name = context.service.model_name
+    answer = ScoreList(f"score-{context.answer_id}", now(), name, data, runs.usage())
+    await context.exchange.write_json(answer)
+
+
+async def _embedding_prompts(search: SearchService, request: EmbeddingRequest) -> list[_Prompt]:
+    if request.messages is not None:
+        system, user = request.instruction, request.messages[0]
+        if user.role != "user":
+            system, user = text_of(user), request.messages[1]
+        index = request.messages.index(user)
+        paths = {"messages[0]": f"messages[{index}]"}
+        chat = request.chat(user.content or "")
+        return [await _prompt(search, request, chat, system, paths)]
+    prompts: list[_Prompt] = []
+    inputs = request.inputs
+    is_list = isinstance(request.input, list) and request.input is not inputs[0]
+    for index, given in enumerate(inputs):
+        path = f"input[{index}]" if is_list else "input"
+        if isinstance(given, list):
+            draft = await search.draft_of_ids(request, given, path)
+            paths = {"messages": path}
+            prompts.append(_Prompt(draft, request.chat(""), paths))
+        else:
+            content, paths = _content(given, 0, path)
+            own = given.instruction if isinstance(given, SearchItem) else None
+            instruction = request.instruction if own is None else own
+            chat = request.chat(content)
+            prompts.append(await _prompt(search, request, chat, instruction, paths))
+        await asyncio.sleep(0)  # Each input may take some ms, so other requests have a turn.
+    return prompts
+
+
+async def _scores(
+    runs: _Runs, pairs: Sequence[tuple[Input, Input]], places: Sequence[tuple[str, str]]
+) -> list[float]:
+    """Returns the probability of "yes" for each pair of a query and a document.
+
+    Args:
+        pairs: queries and documents.
+        places: the client's fields of each pair.
+    """
+    runs.context.service.check_model(runs.request.model)
+    prompts: list[_Prompt] = []
+    with runs.context.timings.measure("tokenize"):
+        for pair, (left, right) in zip(pairs, places, strict=True):
+            query, paths = _content(pair[0], 0, left)
+            document, further = _content(pair[1], 1, right)
+            paths |= further
+            paths["messages"] = right
+            for item, path in zip(pair, (left, right), strict=True):
+                if isinstance(item, SearchItem) and item.instruction is not None:
+                    raise InvalidRequest(
+                        "a pair has the request's instruction", param=f"{path}.instruction"
+                    )
+            chat = runs.request.chat(query, document)
+            instruction = runs.request.instruction
+            prompts.append(await _prompt(runs.search, runs.request, chat, instruction, paths))
+            await asyncio.sleep(0)  # Other requests have a turn.
+    return [_sigmoid(float(result[0])) for result in await runs.results(prompts)]
+
+
+async def _prompt(
+    search: SearchService,
+    request: SearchFields,
+    chat: ChatRequest,
+    instruction: str | None,
+    paths: Mapping[str, str],
+) -> _Prompt:
+    try:
+        draft = await search.draft(request, chat, instruction)
+    except TriptychError as error:
+        if error.param is not None:
+            error.param = renamed(error.param, paths)
+        raise
+    return _Prompt(draft, chat, paths)
+
+
+def _content(given: Input, message: int, path: str) -> tuple[str | list[Part], dict[str, str]]:
+    """Returns the content of an input's message, and the client's fields by those of the message.
+
+    Args:
+        message: index of the message.
+        path: place of the input in the request.
+    """
+    own = f"messages[{message}]"
+    paths = {"messages": path, own: path, f"{own}.content": path}
+    if isinstance(given, str):
+        return given, paths
+    content = given.parts(path)
+    if given.content is not None:
+        paths[f"{own}.content"] = f"{path}.content"
+    else:
+        named = [name for name in _NAMED if getattr(given, name) is not None]
+        for index, name in enumerate(named):
+            paths[f"{own}.content[{index}]"] = f"{path}.{name}"
+    return content, paths
+
+
+def _text(given: Input) -> str | None:
+    return given if isinstance(given, str) else given.text
+
+
+def _normalized(vector: FloatArray) -> FloatArray:
+    """Returns a vector of length 1, as torch's `normalize` computes it."""
+    length = np.float32(np.linalg.norm(vector))
+    return vector / max(length, np.float32(1e-12))
+
+
+def _sigmoid(value: float) -> float:
+    if value >= 0:
+        return 1 / (1 + math.exp(-value))
+    grown = math.exp(value)
+    return grown / (1 + grown)

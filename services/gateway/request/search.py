@@ -1,0 +1,167 @@
+"""The service behind the endpoints of search: it runs prompts and returns their vectors or scores.
+
+A prompt of a model for search is a sequence that ends with its last prompt token. `Attempts` runs
+it like a chat request's: with the same encoders and decoders, limits, retries and deadlines.
+`SearchService` shares these parts with the `ChatService` of the same gateway. Both methods raise
+`TriptychError`s.
+"""
+
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.common.errors import InternalError, InvalidRequest
+from services.common.model_spec import ModelSpec, Task
+from services.common.pb import decoder_pb2 as pb
+from services.gateway.answers.answer import AnswerFormat
+from services.gateway.forms.openai import ChatRequest
+from services.gateway.forms.search import SearchFields, text_of
+from services.gateway.metrics import Timings
+from services.gateway.prompts.search_prompts import SearchDraft, SearchPrompts
+from services.gateway.request.attempts import Attempts
+from services.gateway.request.chat import ChatService
+from services.gateway.request.completion import Completion
+from services.gateway.request.drafts import MAX_CONTEXTS_TO_CUT
+from services.gateway.request.sampling import check_room
+from services.gateway.tenancy.slot import Slot
+
+FloatArray = npt.NDArray[np.float32]
+# Longer text is tokenized in a thread.
+_INLINE_CHARS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class SearchService:
+    """The parts of the gateway that serve a model for search.
+
+    Attributes:
+        spec: specification of the model.
+        chat: service with the clients of encoders and decoders, and the readers of media.
+        prompts: maker of the model's prompts.
+    """
+
+    spec: ModelSpec
+    chat: ChatService
+    prompts: SearchPrompts
+
+    @property
+    def task(self) -> Task:
+        """Task of the model: `embed` or `rank`."""
+        return self.spec.task
+
+    async def draft(
+        self, request: SearchFields, chat: ChatRequest, instruction: str | None
+    ) -> SearchDraft:
+        """Makes the prompt of an input or of a pair, before its images are loaded.
+
+        Args:
+            request: the client's request.
+            chat: messages of the prompt, see `SearchPrompts.draft`.
+            instruction: task of the search. None for the model's own.
+
+        Raises:
+            TriptychError: the messages do not fit the model or its context.
+        """
+        max_tokens = self.chat.decoder(request.model).max_model_len
+        is_cut = request.truncate_prompt_tokens is not None
+        text = "".join(map(text_of, chat.messages))
+        most = max_tokens * (MAX_CONTEXTS_TO_CUT if is_cut else 1)
+        self.chat.tokenizer.check_length(text, most)
+        if len(text) <= _INLINE_CHARS:
+            draft = self.prompts.draft(chat, instruction)
+        else:
+            draft = await self.chat.drafts.threads.run(self.prompts.draft, chat, instruction)
+        if not is_cut:
+            check_room(len(draft.draft.token_ids), max_tokens)
+        return draft
+
+    async def draft_of_ids(
+        self, request: SearchFields, token_ids: list[int], param: str
+    ) -> SearchDraft:
+        """Makes the prompt of an input that the client has tokenized.
+
+        Raises:
+            TriptychError: the ids do not fit the model or its context.
+        """
+        decoder = self.chat.decoder(request.model)
+        await self.chat.drafts.check_ids(param, token_ids, decoder.vocab_size)
+        if self.chat.prompts.has_placeholder(token_ids):
+            raise InvalidRequest("the input contains the placeholder of an image", param=param)
+        if request.truncate_prompt_tokens is None:
+            check_room(len(token_ids), decoder.max_model_len, param)
+        return self.prompts.of_ids(token_ids)
+
+    async def prepare(
+        self,
+        request: SearchFields,
+        chat: ChatRequest,
+        draft: SearchDraft,
+        request_id: str,
+        timings: Timings,
+        slot: Slot,
+    ) -> tuple[Completion, bool]:
+        """Loads the images of a prompt and cuts the prompt if the request asks for it. No decoder
+        is called, and nothing is charged to the tenant's limits.
+
+        Returns:
+            The prompt in the form that `run` takes, and True if the prompt was cut.
+
+        Raises:
+            TriptychError: the prompt is too long, or an image cannot be served.
+        """
+        service = self.chat
+        max_tokens = service.decoder(request.model).max_model_len
+        images, videos = await service.read_media(draft.draft, slot)
+        units = [image.units for image in images]
+        prompt = service.prompts.expand(draft.draft, units, videos)
+        if (limit := request.truncate_prompt_tokens) is not None:
+            excess = len(prompt.token_ids) - (max_tokens - 1 if limit < 0 else limit)
+            if excess > 0:
+                draft = draft.shortened(excess, self.prompts.placeholders)
+                prompt = service.prompts.expand(draft.draft, units, videos)
+        check_room(len(prompt.token_ids), max_tokens)
+        completion = Completion(
+            request_id=request_id,
+            chat=chat,
+            prompt=prompt,
+            images=[*images, *videos],
+            sampling=pb.SamplingParams(top_p=1.0, repetition_penalty=1.0, max_tokens=1),
+            slot=slot,
+            answer_format=AnswerFormat(),
+            cache_salt=slot.tenant.cache_salt(request.cache_salt or ""),
+            deadline=timings.arrived + service.request_timeout_s,
+            timings=timings,
+            encode_sources=[None] * len(prompt.runs),
+        )
+        return completion, draft.is_cut
+
+    async def run(self, completion: Completion) -> FloatArray:
+        """Runs a prepared prompt on encoders and a decoder.
+
+        Returns:
+            `[n]` float32. With `embed`, the hidden state of the last token, not normalized. With
+            `rank`, one number, the logit of the answer "yes" minus that of "no".
+
+        Raises:
+            TriptychError: the prompt failed on all pods that it may be tried on.
+        """
+        service, timings, vector = self.chat, completion.timings, b""
+        attempts = Attempts(
+            completion,
+            service.encoders,
+            service.decoders,
+            service.metrics,
+            service.encode_timeout_s,
+        )
+        async with aclosing(attempts.events()) as batches:
+            async for events in batches:
+                for event in events:
+                    if event.started is not None:
+                        completion.record_start(event.started)
+                    vector = event.vector or vector
+        if not vector:
+            raise InternalError("the decoder has ended a sequence without its result")
+        timings.record("total", timings.since_arrival())
+        return np.frombuffer(vector, "<f4")
