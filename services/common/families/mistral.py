@@ -1,4 +1,4 @@
-"""Mistral without sliding window, with a byte-level BPE tokenizer: Nemo, Small."""
+"""Mistral without sliding window: 7B from v0.2 on, Nemo, Small."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -130,6 +130,10 @@ class Choice:
         is_skipping = request.skip_special_tokens is not False
         self._skipped = tokenizer.special_ids if is_skipping else frozenset[int]()
         self._utf8 = _Utf8Decoder(errors="replace")
+        # A space at the beginning of an answer is no part of it for some tokenizers. It is one at
+        # the beginning of text that continues a prompt.
+        continues = request.continue_final_message or not request.messages
+        self._trims_start = tokenizer.trims_start and not continues
         self._has_calls = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
@@ -196,7 +200,10 @@ class Choice:
     def _text(self, token_ids: Sequence[int]) -> str:
         """Returns the characters that the tokens complete."""
         token_bytes, skipped = self._tokenizer.token_bytes, self._skipped
-        return self._utf8.decode(b"".join([token_bytes(t) for t in token_ids if t not in skipped]))
+        data = b"".join([token_bytes(t) for t in token_ids if t not in skipped])
+        if self._trims_start and data:
+            data, self._trims_start = data.removeprefix(b" "), False
+        return self._utf8.decode(data)
 
     def _read(self, token_ids: Sequence[int]) -> tuple[list[Part], int]:
         """Returns the parts that the tokens complete, and how many tokens belong to the choice. If

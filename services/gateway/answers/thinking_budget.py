@@ -51,7 +51,7 @@ class ThinkingBudget:
         choice does not think.
         """
         found, tokenizer = self._choices[choice], self._tokenizer
-        line = tokenizer.encode_text(_EMPTY_LINE)
+        line = tokenizer.encode_continuation(_EMPTY_LINE)
         close = [*ids_of_tag(tokenizer, CLOSE), *(() if self.has_grammar else line)]
         if found.thinking:
             return close
@@ -78,4 +78,4 @@ def thinking_budget(
 def ids_of_tag(tokenizer: ModelTokenizer, tag: str) -> tuple[int, ...]:
     """Returns the token ids by which the model writes a tag of reasoning."""
     added = tokenizer.added.get(tag)
-    return (added.token_id,) if added is not None else tuple(tokenizer.encode_text(tag))
+    return (added.token_id,) if added is not None else tuple(tokenizer.encode_continuation(tag))

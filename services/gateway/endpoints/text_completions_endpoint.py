@@ -111,7 +111,7 @@ def _echoed(
         is_first = ids == draft.token_ids[: len(ids)] and ids[0] in tokenizer.special_ids
         if is_first and not prompt.startswith(tokenizer.token_string(ids[0])):
             ids = ids[1:]  # The first token is a BOS that the tokenizer has added.
-    return b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
+    return tokenizer.decode(ids)
 
 
 async def _stream(context: RequestContext, writer: "_Writer") -> None:

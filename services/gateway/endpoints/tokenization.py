@@ -143,10 +143,9 @@ async def detokenize(service: ChatService, request: Request, slot: Slot, body: B
             param="tokens",
         )
     check_ids("tokens", parsed.tokens, decoder.vocab_size)
-    bytes_of, run = service.tokenizer.token_bytes, service.parsers.run
-    text = await run(lambda: b"".join([bytes_of(token) for token in parsed.tokens]))
-    slot.memory.add(_TEXT_COPIES * len(text))
-    return await run(lambda: JsonResponse(DetokenizeResponse(text.decode(errors="replace"))))
+    text = await service.parsers.run(service.tokenizer.decode, parsed.tokens)
+    slot.memory.add(_TEXT_COPIES * len(text.encode()))
+    return await service.parsers.run(lambda: JsonResponse(DetokenizeResponse(text)))
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class PromptBuilder:
                 if token.special:
                     tail.clear()
             else:
-                ids += self._tokenizer.encode_text(piece)
+                ids += self._tokenizer.encode_text(piece, is_first=not ids)
         return Draft(
             ids, conversation.images, conversation.videos, "".join(tail), conversation.ignored
         )

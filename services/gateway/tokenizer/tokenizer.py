@@ -2,12 +2,12 @@
 
 `encode_text` never returns an added token (`<|im_end|>`, `<|image_pad|>`, `<tool_call>` ...), even
 if the text contains the token's name; `added` has the added tokens. The same tokenizer encodes
-prompts and decodes completions. A tokenizer.json that is not a byte-level BPE is refused at start
-with a `ModelSpecError`.
+prompts and decodes completions. A tokenizer.json that is neither a byte-level BPE nor a BPE of
+SentencePiece is refused at start with a `ModelSpecError`.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from services.common.errors import ContextLengthExceeded
 from services.common.model_spec import ModelSpecError, read_json
-from services.gateway.tokenizer.byte_pairs import BYTE_OF_CHARACTER, BytePairs
+from services.gateway.tokenizer.byte_pairs import BytePairs
+from services.gateway.tokenizer.token_format import format_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,34 +40,41 @@ class ModelTokenizer:
     """Tokenizer of one model. Thread-safe: encoding is stateless and releases the GIL.
 
     Args:
-        definition: the parsed tokenizer.json, of a byte-level BPE.
+        definition: the parsed tokenizer.json.
 
     Attributes:
         reference: Hugging Face's tokenizer of the same definition, without added tokens.
         added: added tokens by name.
         special_ids: ids of the added tokens that are special.
         max_token_bytes: number of bytes of the longest token.
+        trims_start: True if one space at the beginning of a decoded text is no part of the text.
 
     Raises:
-        ModelSpecError: the tokenizer is not a byte-level BPE, or has added tokens that change the
-            text around them; the message names the part.
+        ModelSpecError: the tokenizer is of a kind that is not supported (`token_format`), or has
+            added tokens that change the text around them; the message names the part.
     """
 
     def __init__(self, definition: Mapping[str, Any]) -> None:
-        _check_kind(definition)
+        self._format = format_of(definition)
+        self.trims_start = self._format.trims_start
         whole: dict[str, Any] = {**definition, "truncation": None, "padding": None}
-        try:
-            self.reference = Tokenizer.from_str(json.dumps({**whole, "added_tokens": []}))
-            self._whole = Tokenizer.from_str(json.dumps(whole))
-        except Exception as error:  # tokenizers raises no narrower type
-            raise ModelSpecError(f"tokenizer.json: {error}") from None
+        self.reference = _without_added(whole)
+        self._whole = _built(whole)
+        # The tokenizers of text behind an added token, and of text that continues other text.
+        later, continuing = self._format.later, self._format.continuing
+        self._later = self.reference if later is None else _without_added(later)
+        self._continuing = self.reference
+        if continuing is not None:
+            same = continuing is later
+            self._continuing = self._later if same else _without_added(continuing)
         self.added = _added_tokens(definition)
         self.special_ids = frozenset(t.token_id for t in self.added.values() if t.special)
         self._added_bytes = {t.token_id: t.content.encode() for t in self.added.values()}
         self._fast = BytePairs.of(definition)
         vocabulary = self.reference.get_vocab()
-        self.max_token_bytes = max(map(len, vocabulary))
-        self._is_nfc = _kind(definition, "normalizer") == "NFC"
+        self.max_token_bytes = max([len(self._format.bytes_of(token)) for token in vocabulary])
+        normalizer: dict[str, Any] = definition.get("normalizer") or {}
+        self._is_nfc = normalizer.get("type") == "NFC"
         self.token_bytes = cache(self._token_bytes)
 
     @classmethod
@@ -78,10 +86,23 @@ class ModelTokenizer:
         """
         return cls(read_json(directory / "tokenizer.json"))
 
-    def encode_text(self, text: str) -> list[int]:
-        """Returns the ids of plain text, without BOS. Names of added tokens are plain text, too."""
+    def encode_text(self, text: str, *, is_first: bool = True) -> list[int]:
+        """Returns the ids of plain text, without BOS. Names of added tokens are plain text, too.
+
+        Args:
+            text: a prompt, or a part of a prompt between added tokens.
+            is_first: False if an added token comes before the text.
+        """
         ids = self._fast.encode(text) if self._fast is not None else None
-        return _ids(self.reference, text, add_special_tokens=False) if ids is None else ids
+        if ids is not None:
+            return ids
+        tokenizer = self.reference if is_first else self._later
+        return _ids(tokenizer, text, add_special_tokens=False)
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Returns the ids of plain text that continues other text, as a model writes it."""
+        ids = self._fast.encode(text) if self._fast is not None else None
+        return _ids(self._continuing, text, add_special_tokens=False) if ids is None else ids
 
     def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
         """Returns the ids of a prompt as transformers encodes it, with added tokens by name.
@@ -117,17 +138,19 @@ class ModelTokenizer:
         added = self._added_bytes.get(token_id)
         return added.decode() if added is not None else self.reference.id_to_token(token_id) or ""
 
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Returns the text of tokens, special ones included. Bytes that are not UTF-8 become
+        U+FFFD.
+        """
+        data = b"".join(map(self.token_bytes, token_ids))
+        return data.removeprefix(b" " if self.trims_start else b"").decode(errors="replace")
+
     def _token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of a token, or no bytes for an unused id."""
         if token_id in self._added_bytes:
             return self._added_bytes[token_id]
         token = self.reference.id_to_token(token_id)
-        if token is None:
-            return b""
-        try:
-            return bytes(BYTE_OF_CHARACTER[character] for character in token)
-        except KeyError:
-            return token.encode()
+        return b"" if token is None else self._format.bytes_of(token)
 
 
 def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -136,24 +159,15 @@ def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[i
     return found.ids
 
 
-def _kind(definition: Mapping[str, Any], part: str) -> str | None:
-    found: dict[str, Any] = definition.get(part) or {}
-    return found.get("type")
+def _built(definition: Mapping[str, Any]) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(json.dumps(definition))
+    except Exception as error:  # tokenizers raises no narrower type
+        raise ModelSpecError(f"tokenizer.json: {error}") from None
 
 
-def _check_kind(definition: Mapping[str, Any]) -> None:
-    """Refuses all tokenizers but byte-level BPE, whose tokens are bytes that can be joined."""
-    model: dict[str, Any] = definition.get("model") or {}
-    text = json.dumps([definition.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
-    if model.get("byte_fallback") or "Metaspace" in text or "\\u2581" in text:
-        raise ModelSpecError(
-            "tokenizer.json: SentencePiece tokenizers (Metaspace, byte fallback) are not supported"
-        )
-    if model.get("type", "BPE") != "BPE":
-        raise ModelSpecError(f"tokenizer.json: model {model['type']} is not supported, only BPE")
-    decoder = _kind(definition, "decoder")
-    if decoder != "ByteLevel":
-        raise ModelSpecError(f"tokenizer.json: decoder {decoder} is not supported, only ByteLevel")
+def _without_added(definition: Mapping[str, Any]) -> Tokenizer:
+    return _built({**definition, "added_tokens": [], "truncation": None, "padding": None})
 
 
 def _added_tokens(definition: Mapping[str, Any]) -> dict[str, AddedToken]:

@@ -390,7 +390,7 @@ def test_a_malformed_tokenizer_is_named(tmp_path, content):
 
 def test_unsupported_tokenizers_are_named():
     definition = json.loads(tokenizer_json())
-    with pytest.raises(ModelSpecError, match="Metaspace"):
+    with pytest.raises(ModelSpecError, match="byte_fallback"):
         ModelTokenizer({**definition, "decoder": {"type": "Metaspace"}})
     broken = [{**definition["added_tokens"][0], "lstrip": True}]
     with pytest.raises(ModelSpecError, match="strips"):
