@@ -7,6 +7,7 @@ Only the subcommand that runs is imported, so that `ask` does not need the servi
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -30,7 +31,6 @@ _ELSEWHERE = {
     "--pipeline-parallel-size": "use --tensor-parallel N to divide a model among N cards",
     "--data-parallel-size": "use --decoders N, which runs one decoder per card",
     "--enable-lora": "LoRA is not supported",
-    "--limit-mm-per-prompt": "export GATEWAY_MAX_IMAGES and GATEWAY_MAX_VIDEOS",
     "--allowed-local-media-path": "export GATEWAY_ALLOWED_MEDIA",
     "--allowed-origins": "export GATEWAY_ALLOWED_SITES",
     "--uvicorn-log-level": "use --log-level",
@@ -281,6 +281,14 @@ def _add_api_options(serve: argparse.ArgumentParser) -> None:
         help=f"Port of the API. 0 takes any free port. Defaults to {DEFAULT_PORT}.",
     )
     api(
+        "--limit-mm-per-prompt",
+        dest="max_media",
+        type=_media_limits,
+        metavar="JSON",
+        help='The most images and videos of a request, for instance \'{"image": 4, "video": 1}\'. '
+        "Defaults to 32 images and 8 videos.",
+    )
+    api(
         "--api-key",
         metavar="KEY",
         help="API key that requests must have. All users of this machine can see it; the variable "
@@ -490,6 +498,9 @@ def _within(convert: Callable[[str], float], low: float, high: float) -> Callabl
     return parse
 
 
+_MEDIA_LIMITS = '{"image": 4, "video": 1}'
+# The largest values of GATEWAY_MAX_IMAGES and GATEWAY_MAX_VIDEOS.
+_MOST_MEDIA = {"image": 1024, "video": 256}
 _port = _within(int, 0, 65535)
 _count = _within(int, 1, 64)
 _positive = _within(int, 1, 1 << 30)
@@ -502,6 +513,25 @@ def _device(text: str) -> str:
     if not DEVICE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text} is not auto, cpu, cuda or cuda:N")
     return text
+
+
+def _media_limits(text: str) -> dict[str, int]:
+    """Reads the most images and videos of a request, as vLLM writes them: a number by kind, or an
+    object with the number as `count`.
+    """
+    limits: dict[str, int] = {}
+    try:
+        for kind, found in json.loads(text).items():
+            limits[kind] = found["count"] if isinstance(found, dict) else found
+    except (ValueError, AttributeError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text} is not like {_MEDIA_LIMITS}") from None
+    for kind, number in limits.items():
+        most = _MOST_MEDIA.get(kind)
+        if most is None:
+            raise argparse.ArgumentTypeError(f"{kind} is neither image nor video")
+        if type(number) is not int or not 0 <= number <= most:
+            raise argparse.ArgumentTypeError(f"{kind}: {number} is not a number from 0 to {most}")
+    return limits
 
 
 def serve_options(arguments: argparse.Namespace) -> ServeOptions:

@@ -37,6 +37,7 @@ class ServeOptions:
         chat_template: file with a chat template instead of the checkpoint's.
         template_defaults: JSON object of template variables for requests that do not set them.
         generation: JSON object whose entries replace those of generation_config.json.
+        max_media: the most images and videos of a request, by kind: `image`, `video`.
         hub_name: name of the model on the hub. None if the model is a directory.
         memory_share: share of each card's memory to use.
         log_level: lowest level of the services' records that is shown.
@@ -70,6 +71,7 @@ class ServeOptions:
     chat_template: Path | None = None
     template_defaults: str | None = None
     generation: str | None = None
+    max_media: dict[str, int] | None = None
     hub_name: str | None = None
     api_key: str | None = None
     log_level: str = "WARNING"

@@ -45,6 +45,8 @@ _OPTIONS = {
     "CHAT_TEMPLATE": "--chat-template",
     "DEFAULT_CHAT_TEMPLATE_KWARGS": "--default-chat-template-kwargs",
     "OVERRIDE_GENERATION_CONFIG": "--override-generation-config",
+    "MAX_IMAGES": "--limit-mm-per-prompt",
+    "MAX_VIDEOS": "--limit-mm-per-prompt",
     "API_KEYS": "--api-key",
     "DTYPE": "--dtype",
     "LOAD_FORMAT": "--load-format",
@@ -261,14 +263,16 @@ def _check_keys(
 
 def _server_defaults(options: ServeOptions) -> dict[str, str]:
     """Returns the gateway's variables for the options that change the defaults of requests."""
-    template = options.chat_template
+    template, media = options.chat_template, options.max_media or {}
     given = {
         "TASK": options.task,
         "CHAT_TEMPLATE": None if template is None else str(template.resolve()),
         "DEFAULT_CHAT_TEMPLATE_KWARGS": options.template_defaults,
+        "MAX_IMAGES": media.get("image"),
+        "MAX_VIDEOS": media.get("video"),
         "OVERRIDE_GENERATION_CONFIG": options.generation,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _model_names(options: ServeOptions, environment: Mapping[str, str]) -> str:

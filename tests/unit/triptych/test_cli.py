@@ -28,7 +28,8 @@ def test_every_option_arrives() -> None:
         "--decoders 3 --redis-url redis://r:1/2 --grpc tcp --served-model-name m m2 --api-key k "
         "--max-model-len 99 --gpu-memory-utilization 0.5 --max-num-seqs 8 "
         "--metrics-host ::1 --metrics-port 7 --log-level debug --access-log --quantization fp8 "
-        "--chat-template /t --default-chat-template-kwargs {} --override-generation-config {}"
+        "--chat-template /t --default-chat-template-kwargs {} --override-generation-config {} "
+        '--limit-mm-per-prompt {"image":4,"video":{"count":1}}'
     )
     assert served(*words.split()) == ServeOptions(
         model=Path("/m"), host="0.0.0.0", port=9, device="cuda:1", encoder_device="cpu",
@@ -37,6 +38,7 @@ def test_every_option_arrives() -> None:
         max_model_len=99, memory_share=0.5, max_num_seqs=8, metrics_host="::1", metrics_port=7,
         log_level="DEBUG", access_log=True, quantization="fp8",
         chat_template=Path("/t"), template_defaults="{}", generation="{}",
+        max_media={"image": 4, "video": 1},
     )  # fmt: skip
 
 
@@ -58,6 +60,12 @@ def test_a_model_is_named_by_its_place_or_by_an_option() -> None:
         ["serve", "--device", "gpu"],
         ["serve", "--port", "x"],
         ["serve", "--gpu-memory-utilization", "90"],
+        ["serve", "--limit-mm-per-prompt", "image=4"],
+        ["serve", "--limit-mm-per-prompt", '["image"]'],
+        ["serve", "--limit-mm-per-prompt", '{"audio": 1}'],
+        ["serve", "--limit-mm-per-prompt", '{"image": -1}'],
+        ["serve", "--limit-mm-per-prompt", '{"image": true}'],
+        ["serve", "--limit-mm-per-prompt", '{"video": 257}'],
     ],
 )
 def test_what_is_not_understood_is_refused(

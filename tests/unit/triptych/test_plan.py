@@ -220,6 +220,16 @@ def test_exported_variables_apply_where_no_option_says_otherwise(model: Path) ->
     assert [p.memory_fraction for p in made.decoders] == [0.5]
 
 
+def test_limits_of_images_and_videos_reach_the_gateway(model: Path, tmp_path: Path) -> None:
+    made = planned(
+        model, REDIS, {"CUDA_VISIBLE_DEVICES": "", "GATEWAY_MAX_VIDEOS": "3"},
+        links=make_links("unix", tmp_path), device="cpu", max_media={"image": 4},
+    )  # fmt: skip
+    (gateway,) = [c.environment for c in made.children if c.name.startswith("gateway")]
+    settings = GatewaySettings.from_environment({"GATEWAY_MAX_VIDEOS": "3", **gateway})
+    assert (settings.max_images, settings.max_videos) == (4, 3)
+
+
 def test_an_exported_variable_that_gives_way_is_named(model: Path, tmp_path: Path) -> None:
     exported = {
         "CUDA_VISIBLE_DEVICES": "", "GATEWAY_SERVED_MODEL_NAME": "theirs",
