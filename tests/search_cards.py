@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL
 
 Part = dict[str, Any]  # {"type": "image"}, {"type": "video"} or {"type": "text", "text": ...}
@@ -23,9 +25,9 @@ class Card:
     """The reference of one checkpoint."""
 
     def __init__(self, directory: Path) -> None:
-        from transformers import PreTrainedTokenizerFast
-
-        self.tokenizer = PreTrainedTokenizerFast(
+        # The environment without torch has no transformers, either.
+        transformers = pytest.importorskip("transformers")
+        self.tokenizer = transformers.PreTrainedTokenizerFast(
             tokenizer_file=str(directory / "tokenizer.json"),
             eos_token="<|im_end|>",
             pad_token="<|endoftext|>",

@@ -23,6 +23,14 @@ EMBED_FILES = {
         "default_prompt_name": None, "similarity_fn_name": "cosine",
     },
 }  # fmt: skip
+YES, NO = 41, 207  # ids of a tiny vocabulary, on different ranks of two
+SCORE_FILES = {
+    "modules.json": [
+        {"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
+        {"path": "1_LogitScore", "type": "sentence_transformers.cross_encoder.LogitScore"},
+    ],
+    "1_LogitScore/config.json": {"true_token_id": YES, "false_token_id": NO},
+}
 RERANKER_CARD = "---\nlicense: apache-2.0\npipeline_tag: text-ranking\n---\n# Qwen3-Reranker\n"
 
 

@@ -26,12 +26,11 @@ from tests.engine_harness import small_pieces
 from tests.integrity import check_engine
 from tests.parity import text_oracle
 from tests.parity.oracle import CONFIGS, Oracle, Prompt, make_oracle
-from tests.search_checkpoints import EMBED_FILES, write_files
+from tests.search_checkpoints import EMBED_FILES, NO, SCORE_FILES, YES, write_files
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-5
-YES, NO = 41, 207  # on different ranks of two
 Part = int | tuple[int, int]  # text tokens, or an image's grid in patches
 # Odd sizes, mixtures, images alone, prompts longer than a step, and one that begins as another.
 TEXTS: Seq[Seq[Part]] = ((20,), (1,), (75,), (33,), (140,), (77,))
@@ -43,13 +42,6 @@ MIXED: Seq[Seq[Part]] = (
     (2, (2, 2), 1),
     (5, (4, 4), 30, (12, 8), 3),
 )
-SCORE_FILES = {
-    "modules.json": [
-        {"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
-        {"path": "1_LogitScore", "type": "sentence_transformers.cross_encoder.LogitScore"},
-    ],
-    "1_LogitScore/config.json": {"true_token_id": YES, "false_token_id": NO},
-}
 
 
 @dataclass
@@ -257,7 +249,7 @@ def test_a_result_that_is_not_finite_is_an_error(bench: Bench) -> None:
     """And it ends no other sequence, and poisons no block."""
     engine = bench.engine()
     runner = engine.runner
-    pooler, calls = runner._pooler, iter([True])
+    pooler, calls = runner.pooler, iter([True])
 
     def poisoned(hidden: torch.Tensor) -> torch.Tensor:
         found = pooler(hidden)
@@ -265,7 +257,7 @@ def test_a_result_that_is_not_finite_is_an_error(bench: Bench) -> None:
             found[0] = float("nan")
         return found
 
-    runner._pooler = poisoned
+    runner.pooler = poisoned
     for number in (0, 2):
         m = bench.questions[number].message
         if not m.images:

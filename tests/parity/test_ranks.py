@@ -28,9 +28,8 @@ from tests.parity.qwen3_5_oracle import EXPERTS as SHARED_EXPERTS
 from tests.parity.qwen3_5_oracle import Tiny as Hybrid
 from tests.parity.qwen3_5_oracle import make_qwen3_5
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
-from tests.parity.test_pooling import SCORE_FILES
 from tests.parity.text_oracle import DEFAULT, _config, make_text_oracle
-from tests.search_checkpoints import EMBED_FILES, write_files
+from tests.search_checkpoints import EMBED_FILES, SCORE_FILES, write_files
 
 # isort: split
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig

@@ -22,11 +22,14 @@ class PoolingRunner(ModelRunner):
     Args:
         computer: the part of the runner that every rank has.
         pooler: the pooler of the model.
+
+    Attributes:
+        pooler: the same.
     """
 
     def __init__(self, computer: StepComputer, pooler: Pooler) -> None:
         super().__init__(computer)
-        self._pooler = pooler
+        self.pooler = pooler
 
     def sample(self, computed: Computed, sampling: Sampling) -> HostTokens:
         """Pools the hidden states of the samples, and starts to copy the results to the host.
@@ -34,7 +37,7 @@ class PoolingRunner(ModelRunner):
         The token of a sample is 0, or `NOT_FINITE` if its result is not finite.
         """
         assert computed.logits is not None
-        vectors = self._pooler(computed.logits)
+        vectors = self.pooler(computed.logits)
         finite = torch.isfinite(vectors.sum(-1))
         token_ids = torch.where(finite, 0, NOT_FINITE).to(torch.int32)
         return self.readback.tokens(Sampled(token_ids, None), vectors=vectors)
@@ -42,7 +45,7 @@ class PoolingRunner(ModelRunner):
     @torch.inference_mode()
     def sample_scratch(self, num_rows: int) -> None:
         """Pools meaningless hidden states, as a warm-up."""
-        self._pooler(self._scratch(num_rows))
+        self.pooler(self._scratch(num_rows))
 
     def _scratch(self, num_rows: int) -> Tensor:
         weight = self.computer.model.embed_tokens.weight
