@@ -122,6 +122,7 @@ class Decoder:
                 vocab_size=vocab_size,
                 end_ids=(added_ids()["<|im_end|>"],),
                 num_rows=max_sequences(self.engine.ready) + SPARE_ROWS,
+                max_drafts=self.engine.ready.max_drafts,
                 max_work_s=max_work_s,
                 grammar_bytes=grammar_bytes,
             )

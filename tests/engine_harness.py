@@ -11,8 +11,9 @@ from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, StepDone
 from services.decoder.engine.schedule.recurrent_states import RecurrentStates
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
-from tests.fake_runner import FakeRunner, expected_tokens, mask_of, runner_info
+from tests.fake_runner import FakeRunner, Reference, expected_tokens, mask_of, runner_info
 from tests.integrity import check_engine
+from tests.known_drafts import KnownSources
 
 KEYS = tuple(bytes([n]) * 32 for n in range(1, 5))
 
@@ -29,7 +30,8 @@ class Harness:
 
     Images that the engine requests again arrive `again_after` steps later; a token mask arrives
     `mask_after` steps after the token before it. With `plans`, the engine plans while it waits.
-    `clock` is the engine's clock.
+    `clock` is the engine's clock. With `max_drafts`, sequences verify drafts, of which a share of
+    `right_drafts` is right.
     Without `prefix_caching`, no sequence finds the blocks of others.
     """
 
@@ -45,6 +47,8 @@ class Harness:
         step_cost: StepCost | None = None,
         clock: Clock = time.monotonic,
         runner: type[FakeRunner] = FakeRunner,
+        max_drafts: int = 0,
+        right_drafts: float = 0.8,
         **info: int,
     ) -> None:
         self.runner = runner(runner_info(**info))
@@ -55,7 +59,14 @@ class Harness:
             step_ms=step_ms,
             step_cost=step_cost or Untimed(),
             clock=clock,
+            max_drafts=max_drafts,
         )
+        alone: dict[int, Reference] = {}
+
+        def token(message: AddSequence, index: int) -> int:
+            return alone.setdefault(message.sequence_id, Reference(message)).token(index)
+
+        self.engine.speculation.sources = KnownSources(token, right_drafts)
         small_pieces(self.engine)
         if not prefix_caching:
             self.engine.scheduler.blocks.find_prefix = lambda sequence: []
@@ -162,9 +173,14 @@ class Harness:
 
     def _serve_masks(self) -> None:
         for _, number, generated in [m for m in self.masks_due if m[0] <= self._now]:
-            mask = mask_of(self.added[number].sampling.seed, generated)
-            words = np.empty(0, np.int32) if mask is None else mask.view(np.int32)
-            self.engine.mask_ready(number, generated, words)
+            seed, sequence = self.added[number].sampling.seed, self.engine.find(number)
+            masks = [_words_of(mask_of(seed, generated))]
+            for place, draft in enumerate(sequence.known_drafts if sequence else ()):
+                words = masks[-1]
+                if len(words) and not words[draft >> 5] >> (draft & 31) & 1:
+                    break
+                masks.append(_words_of(mask_of(seed, generated + 1 + place)))
+            self.engine.mask_ready(number, generated, *masks)
         self.masks_due = [m for m in self.masks_due if m[0] > self._now]
 
     def _evict(self, offsets: Iterable[int]) -> None:
@@ -188,6 +204,10 @@ class Harness:
         stats = self.engine.stats()
         assert stats.num_running == stats.num_waiting == 0
         assert stats.num_free_blocks == stats.num_blocks
+
+
+def _words_of(mask: np.ndarray | None) -> np.ndarray:
+    return np.empty(0, np.int32) if mask is None else mask.view(np.int32)
 
 
 def num_continued(message: AddSequence) -> int:

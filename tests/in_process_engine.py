@@ -14,6 +14,7 @@ from services.decoder.engine.messages import (
     MaskLink,
 )
 from services.decoder.masks.links import open_link, send_tokens
+from tests.engine_harness import Untimed
 from tests.fake_runner import FakeRunner
 
 
@@ -31,7 +32,10 @@ class InProcessEngine:
         self._links: dict[int, EngineChannel] = {}
         self._opened: list[EngineChannel] = []  # `send_tokens` drops those that have ended
         self.runner = runner
-        self.engine = Engine(runner, overlap=overlap)
+        most = runner.info.max_drafts
+        # Untimed, drafts cost nothing: the time of fake steps says nothing of their tokens.
+        cost = Untimed() if most else None
+        self.engine = Engine(runner, overlap=overlap, max_drafts=most, step_cost=cost)
         self.engine.scheduler.prefills.min_partial_tokens = 1
         self.running = asyncio.Event()
         self.running.set()

@@ -35,7 +35,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     idle = [*waiting(scheduler), *parked(scheduler)]
     assert all(s.state is SequenceState.WAITING and s.row == -1 for s in idle)
     assert all(s.plans_ahead for s in scheduler.decodes.decoding.values())
-    assert all(s.message.token_masks for s in scheduler.decodes.awaiting.values())
+    awaiting = scheduler.decodes.awaiting.values()
+    assert all(s.message.token_masks or s.drafts is not None for s in awaiting)
     assert scheduler.num_masked == sum(s.message.token_masks for s in (*running, *idle))
     assert not any(s.block_table for s in idle), "a waiting sequence holds blocks"
     assert len({s.sequence_id for s in running + idle}) == len(running) + len(idle)

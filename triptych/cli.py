@@ -350,6 +350,19 @@ def _add_card_options(serve: argparse.ArgumentParser) -> None:
         "and 64 on a CPU.",
     )
     cards(
+        "--speculation",
+        choices=("auto", "off", "lookup"),
+        help="Verify several guessed tokens in one step, which changes no answer. lookup copies "
+        "the guesses from the request's own text and from its prediction. auto is lookup on a CPU "
+        "and off on a GPU. Defaults to off.",
+    )
+    cards(
+        "--speculation-tokens",
+        type=_count,
+        metavar="N",
+        help="Largest number of guessed tokens of a sequence in a step, up to 32. Defaults to 8.",
+    )
+    cards(
         "--layout",
         default="auto",
         metavar="both|split:E+D|auto",

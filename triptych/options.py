@@ -58,6 +58,8 @@ class ServeOptions:
     kv_cache_dtype: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
+    speculation: str | None = None
+    speculation_tokens: int | None = None
     memory_share: float = CARD_SHARE
     layout: str = "auto"
     gateways: int | None = None

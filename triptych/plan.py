@@ -55,6 +55,8 @@ _OPTIONS = {
     "TENSOR_PARALLEL": "--tensor-parallel",
     "KV_CACHE_DTYPE": "--kv-cache-dtype",
     "MAX_NUM_SEQUENCES": "--max-num-seqs",
+    "SPECULATION": "--speculation",
+    "SPECULATION_TOKENS": "--speculation-tokens",
     "DEVICE": "--device",
     "HOST": "--host",
     "PORT": "--port",
@@ -496,6 +498,8 @@ def _engines(
         "QUANTIZATION": options.quantization,
         "TENSOR_PARALLEL": options.tensor_parallel,
         "KV_CACHE_DTYPE": options.kv_cache_dtype,
+        "SPECULATION": options.speculation,
+        "SPECULATION_TOKENS": options.speculation_tokens,
     }
     found: list[_Service] = []
     for kind, places in (("encoder", encoders), ("decoder", decoders)):

@@ -39,7 +39,8 @@ class SamplingInputs(NamedTuple):
     """Parameters for sampling B rows of logits. Tensors are on the device.
 
     Attributes:
-        rows: `[B]` int64, rows of the runner's tables. Rows with penalties are distinct.
+        rows: `[B]` int64, rows of the runner's tables. Rows with penalties are distinct, except for
+            those in `drafted`.
         floats: `[6, B]` float32, parameters in the order of `FLOATS`. Temperature 0 selects the
             most likely token.
         top_k: `[B]` int64. vocab_size if top_k is off.
@@ -61,6 +62,10 @@ class SamplingInputs(NamedTuple):
         logprob_counts: `[g]`, number of most likely tokens to report for each of these rows.
         logprob_ids: `[g, m]` int64, further tokens to report. None if there are no such tokens.
         logprob_named: `[g]`, number of tokens in `logprob_ids` for each of these rows.
+        assumed: drafts that penalties count beside `seen`, as row indices `[m]` int64 and token ids
+            `[m]` int64. None if no row with penalties verifies drafts.
+        drafted: `[d]` int64, row indices whose sampled tokens are not counted, because drafts
+            before them may be rejected. None if `assumed` is.
     """
 
     rows: Tensor
@@ -80,6 +85,8 @@ class SamplingInputs(NamedTuple):
     logprob_counts: tuple[int, ...] = ()
     logprob_ids: Tensor | None = None
     logprob_named: tuple[int, ...] = ()
+    assumed: tuple[Tensor, Tensor] | None = None
+    drafted: Tensor | None = None
 
 
 class MaskedRows(NamedTuple):

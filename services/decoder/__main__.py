@@ -120,6 +120,7 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
             vocab_size=ready.vocab_size,
             end_ids=read_spec(settings.model, settings.task).eos_token_ids,
             num_rows=max_sequences(ready) + SPARE_ROWS,
+            max_drafts=ready.max_drafts,
             log_level=settings.log_level,
         )
         channel: FrontChannel[EngineMessage] = engine.channel

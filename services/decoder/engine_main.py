@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.device import resolve_device
@@ -151,12 +152,13 @@ def _serve(
         # With several ranks, the others would wait for the rest of a step that failed here.
         out_of_memory=(torch.OutOfMemoryError,) if processes is None else (),
         step_ms=settings.step_ms,
+        max_drafts=settings.max_drafts(device),
         step_cost=measured_cost(
             runner, _TIMING_S_GPU if on_gpu else _TIMING_S_CPU, settings.step_ms
         ),
     )
     freeze_gc()
-    channel.send(runner.info)
+    channel.send(structs.replace(runner.info, max_drafts=engine.speculation.max_drafts))
     awake_s = AWAKE_S if on_gpu else 0.0
     run(engine, channel, model_runner, end.links[0], awake_s=awake_s)
 

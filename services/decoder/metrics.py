@@ -1,6 +1,6 @@
 """The decoder's metrics. The front process records all of them, also from the engine's messages."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from services.common.process.engine_process import EngineProcess
 from services.common.telemetry import LATENCY_BUCKETS
-from services.decoder.engine.messages import EngineStats
+from services.decoder.engine.messages import DraftTotals, EngineStats
 
 # This time is longer than the period of pings to an idle engine, and longer than the time after
 # which an engine that hangs during work is killed.
@@ -38,12 +38,14 @@ class DecoderMetrics(Collector):
 
     Attributes:
         num_rows: number of sequences that can run at once.
+        model_name: name of the model, for metrics under vLLM's names.
         engine: the engine process. None if the engine runs inside this process, as in tests.
         kernel_calls: total number of kernel calls, by `operation=implementation`.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.num_rows = 1
+        self.model_name = ""
         self.engine: EngineProcess | None = None
         self.kernel_calls: dict[str, int] = {}
         self._stats = EngineStats(0, 0, 0, 0, 0, 0, 0, 0)
@@ -129,6 +131,36 @@ class DecoderMetrics(Collector):
         for kernel, total in self.kernel_calls.items():
             calls.add_metric(kernel.split("=", 1), total)
         yield calls
+        if self._stats.drafts is not None:
+            yield from self._drafts(self._stats.drafts)
+
+    def _drafts(self, totals: DraftTotals) -> Iterator[Metric]:
+        """Exports the totals of drafts, under own names and under vLLM's."""
+        for name, twin, text, value in (
+            ("draft_verifications", "num_drafts", "Chunks with drafts.", totals.num_chunks),
+            ("drafted_tokens", "num_draft_tokens", "Drafts verified.", totals.num_drafts),
+            ("accepted_drafts", "num_accepted_tokens", "Drafts accepted.", totals.num_accepted),
+        ):
+            yield CounterMetricFamily(f"triptych_decoder_{name}", text, value)
+            yield self._of_vllm(twin, text, {(): value})
+        text = "Drafts accepted, by their place behind the sequence's last token."
+        at = {(str(place),): count for place, count in enumerate(totals.accepted_at)}
+        own = CounterMetricFamily("triptych_decoder_accepted_drafts_at", text, labels=["position"])
+        for labels, count in at.items():
+            own.add_metric(labels, count)
+        yield own
+        yield self._of_vllm("num_accepted_tokens_per_pos", text, at, "position")
+
+    def _of_vllm(
+        self, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str
+    ) -> Metric:
+        """Returns a counter under vLLM's name."""
+        family = CounterMetricFamily(
+            f"vllm:spec_decode_{name}", f"{text} Under vLLM's name.", labels=["model_name", *labels]
+        )
+        for found, value in values.items():
+            family.add_metric((self.model_name, *found), value)
+        return family
 
     def _state(self, stats: EngineStats) -> Iterator[Metric]:
         running, used = stats.num_running, stats.num_blocks - stats.num_free_blocks

@@ -30,6 +30,11 @@ class DecoderSettings(EngineServiceSettings):
         step_ms: longest time that a step should take, in milliseconds. Prompts are cut into chunks
             that fit. Longer steps give a little more throughput, and shorter steps give a smoother
             stream of tokens. A step may take at least twice the time of reading the weights.
+        speculation: source of drafts, which are guesses of a sequence's next tokens that are
+            verified together in one step. `lookup` copies them from the request's own text, and
+            from a `prediction` in the request. `off` uses none. `auto` is `lookup` on a CPU and
+            `off` on a GPU. Drafts change no answer. Models with recurrent states have none.
+        speculation_tokens: largest number of drafts of a sequence in a step.
         max_model_len: largest number of prompt and completion tokens of a sequence. Defaults to
             the model's limit.
         kv_cache_bytes: size of the KV cache. Defaults to the memory that `memory_fraction` leaves
@@ -52,9 +57,16 @@ class DecoderSettings(EngineServiceSettings):
     kernels: str = ""
     max_num_sequences: Annotated[int, Field(ge=1, le=4096)] | None = None
     step_ms: Annotated[float, Field(ge=1)] = 40.0
+    speculation: Literal["auto", "off", "lookup"] = "off"
+    speculation_tokens: Annotated[int, Field(ge=1, le=32)] = 8
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
     encoder_addresses: str = ""
+
+    def max_drafts(self, device: str) -> int:
+        """Returns the most drafts of a sequence in a step on a device. 0 without speculation."""
+        is_off = self.speculation == "off" or (self.speculation == "auto" and device != "cpu")
+        return 0 if is_off else self.speculation_tokens
 
     @property
     def wanted_task(self) -> str:

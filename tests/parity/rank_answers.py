@@ -13,9 +13,11 @@ from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.run.kv_cache import KVCacheShape
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
+from services.decoder.engine.step import Runner
 from services.decoder.models.rank_spec import rank_spec
 from services.decoder.ranks.steps import Follower, LeadingRunner
 from tests.engine_harness import small_pieces
+from tests.known_drafts import KnownSources, from_answer
 
 NUM_BLOCKS = 8  # fewer than three sequences have at their ends
 
@@ -79,9 +81,29 @@ def answers(directory: Path, ranks: Ranks = ALONE, link: socket.socket | None = 
                     ).tolist()
         found["hits"].append(engine.stats().num_prefix_hit_tokens)
     found["preemptions"] = engine.stats().num_preemptions
+    found["drafts"] = _drafted(leading, found["tokens"]["0"])
     if link is not None:
         link.shutdown(socket.SHUT_WR)
     return found
+
+
+def _drafted(runner: Runner, answer: list[int]) -> list[int]:
+    """Numbers of drafts and of right drafts of a sequence that has the answer of sequence 0."""
+    engine = Engine(runner, overlap=True, max_drafts=2)
+    prompt = np.arange(20, dtype=np.int32) * 7 % 300
+    engine.speculation.sources = KnownSources(
+        lambda message, index: from_answer(message, answer, index), 0.8
+    )
+    sampling = SamplingParams(max_tokens=16)
+    engine.add(AddSequence(0, prompt.tobytes(), b"", 0, [], sampling))
+    tokens: list[int] = []
+    while engine.has_work:
+        done = engine.step()
+        for event in done.events if done is not None else ():
+            tokens += event.token_ids
+    assert tokens == answer
+    drafts = engine.stats().drafts
+    return [] if drafts is None else [drafts.num_drafts, drafts.num_accepted]
 
 
 def follow(directory: Path, ranks: Ranks, link: socket.socket) -> None:

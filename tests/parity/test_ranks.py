@@ -257,6 +257,10 @@ def test_an_engine_of_two_ranks_answers_as_one(ranks: Path, name: str) -> None:
     assert found["prompt"] == pytest.approx(expected["prompt"], abs=TOLERANCE)
     assert len(found["prompt"]) == 20 + 9 * 4 - 1
     assert found["preemptions"] > 0 and found["hits"][1] > found["hits"][0]
+    assert found["drafts"] == expected["drafts"]
+    if "qwen3.5" not in name:  # without recurrent states
+        num_drafts, num_accepted = found["drafts"]
+        assert 0 < num_accepted < num_drafts
 
 
 @pytest.mark.parametrize("name", SEARCH)

@@ -38,11 +38,13 @@ from services.decoder.engine.messages import (
     StepDone,
     TokenMasks,
 )
-from services.decoder.engine.schedule.batch import Batch, Chunk
+from services.decoder.engine.schedule.batch import Batch
 from services.decoder.engine.schedule.block_manager import BlockManager
+from services.decoder.engine.schedule.chunk import Chunk, accept
 from services.decoder.engine.schedule.recurrent_states import states_of
 from services.decoder.engine.schedule.scheduler import Scheduler
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
+from services.decoder.engine.schedule.speculation import Speculation
 from services.decoder.engine.schedule.step_cost import StepCost
 from services.decoder.engine.step import (
     Int32Array,
@@ -74,12 +76,14 @@ class Engine:
         out_of_memory: exceptions of `Runner.execute` that end one sequence and not the engine.
         step_ms: milliseconds that a step may last, see `Scheduler`.
         step_cost: the model that learns how long steps last. Defaults to a new one.
+        max_drafts: the most drafts of a sequence in a step, see `Speculation`.
         clock: the clock that times steps and deadlines.
 
     Attributes:
         runner: the owner of the device.
         info: the runner's limits.
         gate: the gate that decides when a launched step with late token masks is sampled.
+        speculation: decides how many drafts each sequence verifies.
         scheduler: the scheduler of the engine's sequences.
         sequences: the sequences that have not ended, by id.
         pending: the steps that were launched and whose results were not read, oldest first: number
@@ -95,6 +99,7 @@ class Engine:
         out_of_memory: tuple[type[BaseException], ...] = (),
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
+        max_drafts: int = 0,
         clock: Clock = time.monotonic,
     ) -> None:
         info = self.info = runner.info
@@ -104,6 +109,9 @@ class Engine:
         self._out_of_memory = out_of_memory
         self._times = StepTimes(StepCost() if step_cost is None else step_cost)
         self._blocks = BlockManager(info.num_blocks, info.block_size, states_of(info))
+        self.speculation = Speculation(
+            info, max_drafts, self._times.cost, step_ms=step_ms, overlap=overlap
+        )
         self.scheduler = Scheduler(
             info,
             self._blocks,
@@ -112,6 +120,7 @@ class Engine:
             late_masks=overlap and not info.has_states,
             step_ms=step_ms,
             step_cost=self._times.cost,
+            speculation=self.speculation,
         )
         self.sequences: dict[int, Sequence] = {}
         self.pending: deque[tuple[int, Batch, PendingStep]] = deque()
@@ -157,8 +166,8 @@ class Engine:
         """Obeys one message of the front or of a mask process."""
         match message:
             case TokenMasks():
-                for number, num_generated, mask in self.gate.masks(message):
-                    self.mask_ready(number, num_generated, mask)
+                for number, num_generated, masks in self.gate.masks(message):
+                    self.mask_ready(number, num_generated, *masks)
             case AddSequence():
                 self.add(message)
             case ImageReady():
@@ -190,7 +199,9 @@ class Engine:
             self._discard_plan()
             self.scheduler.image_ready(sequence, key, arena_offset)
 
-    def mask_ready(self, sequence_id: int, num_generated: int, mask: Int32Array) -> None:
+    def mask_ready(
+        self, sequence_id: int, num_generated: int, mask: Int32Array, *draft_masks: Int32Array
+    ) -> None:
         """Takes the mask for a sequence's next token. A mask for another token is an error, which
         ends the sequence. A mask that the sequence has had already is ignored: if a mask process
         dies, another process takes its place, and may send the same masks again.
@@ -199,6 +210,7 @@ class Engine:
             sequence_id: id of the sequence, which may have ended.
             num_generated: number of completion tokens before the token of the mask.
             mask: words of the mask. Empty if every token is allowed.
+            draft_masks: masks of the tokens behind the sequence's first drafts, which are allowed.
         """
         sequence = self.find(sequence_id)
         if sequence is None or num_generated <= sequence.num_masked:
@@ -208,7 +220,7 @@ class Engine:
             problem = f"a mask came for token {num_generated}, but token {expected} is next"
             self._finish(sequence, error=InternalError(problem))
             return
-        sequence.num_masked = num_generated
+        sequence.num_masked, sequence.draft_masks = num_generated, list(draft_masks)
         # If no launched step waits for the mask, the sequence takes part in the next step. If that
         # step is planned already, it has to be planned again, with this sequence.
         if not self.gate.put(sequence, mask):
@@ -256,13 +268,17 @@ class Engine:
         """Returns the new tokens of all unfinished sequences with token masks. The mask processes
         need them to compute the next masks.
         """
-        tokens = NewTokens([], [], [])
+        tokens, has_drafts = NewTokens([], [], [], []), False
         for event in events:
             sequence = self.find(event.sequence_id)
             if sequence is not None and sequence.message.token_masks and event.token_ids:
                 tokens.sequence_ids.append(event.sequence_id)
                 tokens.token_ids.append(event.token_ids)
                 tokens.num_generated.append(sequence.num_generated)
+                tokens.drafts.append(sequence.known_drafts)
+                has_drafts |= bool(tokens.drafts[-1])
+        if not has_drafts:
+            tokens.drafts = []
         return tokens
 
     def stats(self) -> EngineStats:
@@ -280,6 +296,7 @@ class Engine:
             num_late_masks=self.gate.num_missed,
             num_lacking_images=scheduler.num_lacking_images,
             busy_s=self._times.busy_s(self._clock(), in_flight=bool(self.pending)),
+            drafts=self.speculation.totals,
         )
 
     def _sample(self) -> None:
@@ -348,9 +365,8 @@ class Engine:
         block_size = self._blocks.block_size
         finished = SequenceState.FINISHED
         events = self._events
-        logprobs = output.logprobs
         sampling = [chunk for chunk in batch.chunks if chunk.samples]
-        rows, counts = output.token_ids.tolist(), output.num_tokens.tolist()
+        rows, counts, logprobs = accept(sampling, output)
         if batch.late:  # A chunk is void if its mask came too late: its token is discarded.
             counts = [0 if c.is_void else n for c, n in zip(sampling, counts, strict=True)]
         for index, (chunk, ids, count) in enumerate(zip(sampling, rows, counts, strict=True)):
@@ -376,6 +392,8 @@ class Engine:
                 ids = ids[:count]
             reason = _append(sequence, ids)
             event = SequenceEvent(sequence.sequence_id, ids)
+            if chunk.drafts:
+                event.predicted = self.speculation.verified(chunk, count - 1, len(ids))
             if sequence.first_token_at == 0.0:
                 sequence.first_token_at = now
                 event.start = StartOfSequence(
@@ -395,6 +413,8 @@ class Engine:
             # when the step's tokens cannot have completed a block.
             if len(sequence.token_ids) % block_size <= count:
                 self._blocks.register(sequence)
+            if sequence.drafts is not None:
+                self.scheduler.decodes.tokens_arrived(sequence)
 
     def _send_scores(self, chunk: Chunk, scores: Scores) -> None:
         """Sends the logprobs of a chunk's prompt tokens that were not sent yet. A sequence that was

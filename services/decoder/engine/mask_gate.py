@@ -76,18 +76,21 @@ class MaskGate:
         self._computed_at = self._computed_at or now
         return now - self._computed_at < _LONE_MASK_GRACE_S
 
-    def masks(self, message: TokenMasks) -> Iterator[tuple[int, int, Int32Array]]:
-        """Yields the masks of a message as arguments of `Engine.mask_ready`.
+    def masks(self, message: TokenMasks) -> Iterator[tuple[int, int, list[Int32Array]]]:
+        """Yields the masks of a message as arguments of `Engine.mask_ready`: a list of each
+        sequence's mask and those of its drafts.
 
         A message from a process that has ended yields nothing.
         """
         if (rows := self.rows.get(message.link)) is None:
             return
         num_words = len(self._all_allowed)
-        for number, num_generated, row in zip(
-            message.sequence_ids, message.num_generated, message.rows, strict=True
+        counts = message.num_drafts or [0] * len(message.rows)
+        for number, num_generated, row, count in zip(
+            message.sequence_ids, message.num_generated, message.rows, counts, strict=True
         ):
-            yield number, num_generated, _EMPTY_MASK if row < 0 else rows[row, :num_words]
+            found = [_EMPTY_MASK] if row < 0 else list(rows[row : row + 1 + count, :num_words])
+            yield number, num_generated, found
 
     def put(self, sequence: Sequence, mask: Int32Array) -> bool:
         """Hands a mask to the launched step that waits for it.

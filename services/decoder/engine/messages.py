@@ -73,6 +73,7 @@ class AddSequence(msgspec.Struct, tag="add"):
         tenant: name of the tenant, which shares the engine fairly with other tenants, see
             `schedule.admission`.
         tenant_weight: weight of the tenant.
+        prediction: int32 ids that the client predicts for the completion. Empty if there are none.
         token_masks: True if each token is sampled under a mask. A process sends the mask
             (`TokenMasks`) when it has seen the token before. A step may be computed meanwhile. If
             the mask has not arrived when the step is sampled, the sequence gets no token from it.
@@ -90,6 +91,7 @@ class AddSequence(msgspec.Struct, tag="add"):
     tenant: str = ""
     tenant_weight: float = 1.0
     token_masks: bool = False
+    prediction: bytes = b""
 
 
 class ImageReady(msgspec.Struct, tag="image"):
@@ -138,12 +140,16 @@ class TokenMasks(msgspec.Struct, tag="masks"):
         rows: row of each mask in the memory of the `MaskLink`, or -1 if all tokens are allowed. Bit
             i of word w allows token 32 * w + i.
         link: number of the process.
+        num_drafts: number of drafts of each sequence that its masks allow one after the other. The
+            rows behind the sequence's row have the masks of the tokens behind each of them. Empty
+            if no sequence has drafts.
     """
 
     sequence_ids: list[int]
     num_generated: list[int]
     rows: list[int]
     link: int
+    num_drafts: list[int] = []
 
 
 class AbortSequence(msgspec.Struct, tag="abort"):
@@ -193,7 +199,8 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         max_num_sequences: number of rows; the scheduler hands out rows 0 .. max_num_sequences - 1.
         max_batched_tokens: the most tokens of one step; at least one for each row, and at least
             `max_tokens_per_step`.
-        max_tokens_per_step: the most tokens that a step yields for one sequence.
+        max_tokens_per_step: the most tokens that a step yields for one sequence, without drafts.
+        max_drafts: the most drafts of a sequence in a step. 0 if there is no speculation.
         num_weight_tokens: number of tokens whose keys and values have as many bytes as the weights.
         expert_share: share of a layer's experts that one token uses; 0 if there are no experts.
         on_gpu: True if the engine computes on a GPU.
@@ -217,6 +224,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     max_num_sequences: int
     max_batched_tokens: int
     max_tokens_per_step: int = 1
+    max_drafts: int = 0
     num_weight_tokens: int = 0
     expert_share: float = 0.0
     on_gpu: bool = False
@@ -295,6 +303,8 @@ class SequenceEvent(msgspec.Struct, array_like=True, gc=False):
         prompt_logprobs: log-probabilities of prompt tokens. None if there are no new ones.
         vector: float32 `[n]`, the result of a model for search, with the only token. Empty if the
             model generates text.
+        predicted: numbers of drafts from the client's prediction that were accepted and rejected.
+            None if there were no such drafts.
     """
 
     sequence_id: int
@@ -304,6 +314,23 @@ class SequenceEvent(msgspec.Struct, array_like=True, gc=False):
     start: StartOfSequence | None = None
     prompt_logprobs: PromptLogprobs | None = None
     vector: bytes = b""
+    predicted: tuple[int, int] | None = None
+
+
+class DraftTotals(msgspec.Struct, array_like=True):
+    """Totals of the drafts that an engine has verified.
+
+    Attributes:
+        num_chunks: number of chunks with drafts.
+        num_drafts: number of drafts.
+        num_accepted: number of accepted drafts.
+        accepted_at: number of accepted drafts by their place behind a sequence's last token.
+    """
+
+    num_chunks: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
+    accepted_at: list[int] = []
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -321,6 +348,7 @@ class EngineStats(msgspec.Struct, array_like=True):
         num_late_masks: number of token masks so far that missed their step.
         num_lacking_images: number of waiting sequences that wait for an image, not for the engine.
         busy_s: seconds so far during which a step was in flight.
+        drafts: totals of drafts. None if there is no speculation.
     """
 
     num_running: int
@@ -334,6 +362,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_late_masks: int = 0
     num_lacking_images: int = 0
     busy_s: float = 0.0
+    drafts: DraftTotals | None = None
 
 
 class ImagesOf(msgspec.Struct, array_like=True):
@@ -377,11 +406,14 @@ class NewTokens(msgspec.Struct, tag="tokens"):
         sequence_ids: ids of the sequences with masks that have not ended.
         token_ids: new tokens of each sequence.
         num_generated: number of completion tokens of each sequence, with the new tokens.
+        drafts: drafts behind the new tokens of each sequence, for which masks are wanted, too.
+            Empty if no sequence has drafts.
     """
 
     sequence_ids: list[int]
     token_ids: list[list[int]]
     num_generated: list[int]
+    drafts: list[list[int]] = []
 
 
 EngineMessage = EngineInfo | StepDone | KernelCalls | Pong

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from services.decoder.engine.draft_counts import DraftCounts
 from services.decoder.engine.messages import EngineInfo, Logprobs, SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
@@ -117,6 +118,7 @@ class ComputeStep(msgspec.Struct, array_like=True):
         scored: `[P, 3]`, runs of prompt tokens. For each token of a run, the logprob of the token
             that follows it is wanted. The columns are: index in the step of the run's first token,
             number n of tokens, number m of most likely tokens to report at each place.
+        has_drafts: True if some rows have several chunks, of one token each (`schedule.chunk`).
     """
 
     rows: Int64Array
@@ -133,6 +135,7 @@ class ComputeStep(msgspec.Struct, array_like=True):
     images: Int64Array = _empty(np.int64, 0, 5)
     state_saves: Int64Array | None = None
     scored: Int64Array = _empty(np.int64, 0, 3)
+    has_drafts: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -167,6 +170,7 @@ class SampleStep(msgspec.Struct):
             samples. If there are any, the step is computed at once, but it is sampled only when
             `PendingStep.sample` is called.
         followers: ids of the tokens that follow each token of the runs in `ComputeStep.scored`.
+        draft_counts: what penalties count besides sampled tokens. None if nothing.
     """
 
     row_starts: list[RowSampling] = []
@@ -174,6 +178,7 @@ class SampleStep(msgspec.Struct):
     token_masks: Int32Array = _empty(np.int32, 0, 0)
     late: Int64Array = _empty(np.int64)
     followers: Int32Array = _empty(np.int32)
+    draft_counts: DraftCounts | None = None
 
 
 class Step(NamedTuple):

@@ -58,6 +58,6 @@ class StepTimes:
         load = batch.load
         if load is None and self.num_steps % self.cost.decode_period == 0:
             load = StepLoad(len(batch.chunks), batch.num_tokens)
-            load.keys = sum([chunk.start + 1 for chunk in batch.chunks])
+            load.keys = sum([(chunk.start + 1) * chunk.limit for chunk in batch.chunks])
         if load is not None and not batch.late:
             self.cost.observe(load, ms)

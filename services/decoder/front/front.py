@@ -155,7 +155,7 @@ class DecoderFront(InputListener):
         self._refusal = ""  # reason for refusing all submissions; empty while they are accepted
         self._empty = asyncio.Event()
         self._empty.set()
-        metrics.num_rows = engine.max_num_sequences
+        metrics.num_rows, metrics.model_name = engine.max_num_sequences, engine.model_name
         metrics.engine_step(EngineStats(0, 0, engine.num_blocks, engine.num_blocks, 0, 0, 0, 0), 0)
         metrics.cache_bytes.set_function(lambda: source.store.arena.used_bytes)
         masks.start(self)
@@ -358,7 +358,11 @@ class DecoderFront(InputListener):
                 stream = sequence.stream
                 touched.add(stream)
                 if len(token_ids) == 1 and not (
-                    event.logprobs or event.end or event.start or event.prompt_logprobs
+                    event.logprobs
+                    or event.end
+                    or event.start
+                    or event.prompt_logprobs
+                    or event.predicted
                 ):
                     stream.outbox.add_token(sequence.sequence_id, token_ids[0])
                     continue
@@ -372,6 +376,8 @@ class DecoderFront(InputListener):
                         stream.outbox.add_start(
                             sequence.sequence_id, self._started(sequence, event.start)
                         )
+                    if event.predicted is not None:
+                        stream.outbox.add_predicted(sequence.sequence_id, *event.predicted)
             if event.end is not None:
                 self._ended(sequence, event.end)
         for images in done.images_read:

@@ -94,6 +94,12 @@ class Outbox:
         """Adds the times up to the first token, which must have been added just before."""
         self._event(sequence_id).started.CopyFrom(started)
 
+    def add_predicted(self, sequence_id: int, accepted: int, rejected: int) -> None:
+        """Adds numbers of tokens of the client's prediction; the event must have tokens."""
+        event = self._event(sequence_id)
+        event.accepted_tokens += accepted
+        event.rejected_tokens += rejected
+
     def add_hand_over(self, sequence_id: int) -> None:
         """Asks the gateway to continue a sequence at another decoder."""
         self._event(sequence_id).leaving = True

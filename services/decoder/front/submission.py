@@ -63,6 +63,7 @@ def read_submit(
         raise InvalidRequest("timeout_s is negative or not finite")
     sampling = _sampling(submit.sampling, engine, engine.max_model_len - num_tokens)
     _check_generated(submit, sampling, engine)
+    count_packed_ids("prediction", submit.prediction, engine)
     sampling, constraints = read_constraints(submit, sampling, engine, end_ids)
     if engine.task != "generate" and (sampling != _POOLING or constraints is not None):
         raise InvalidRequest(
@@ -81,6 +82,7 @@ def read_submit(
         sampling=sampling,
         generated_token_ids=submit.generated_token_ids,
         cache_salt=submit.cache_salt,
+        prediction=submit.prediction,
         priority=submit.priority,
         tenant=submit.tenant,
         tenant_weight=_tenant_weight(submit.tenant_weight),

@@ -138,7 +138,7 @@ class BoundedStrings:
 
     def copy(self) -> "BoundedStrings":
         """Returns a copy in the same state, for another sequence."""
-        return BoundedStrings(self.state.deep_copy(), self.plain)
+        return BoundedStrings(self.state.deep_copy(), self.plain, self.max_chars)
 
     def enter(self, full: LLMatcher, unread: list[int]) -> bool:
         """Tries to enter a string of arbitrary characters.

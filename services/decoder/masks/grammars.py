@@ -163,6 +163,16 @@ class Grammars:
                 matcher.grammar.lexer.is_broken = True
             return UnexpectedToken("the token mask could not be filled")
 
+    def fill_drafts(self, matcher: Matcher, drafts: list[int], rows: Int32Array) -> int:
+        """Fills the masks behind drafts, see `Matcher.fill_drafts`. Returns 0 after a failure."""
+        try:
+            return matcher.fill_drafts(drafts, rows)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            log.exception("the token masks behind drafts could not be filled")
+            return 0
+
     def trim(self) -> None:
         """Drops the older half of the compiled grammars while the memory is half full. Grammars of
         running sequences are freed when these sequences end.

@@ -52,7 +52,8 @@ async def serve(
     front = await FrontChannel[ToProcess].open(front_end, ToProcess)
     engine = await FrontChannel[NewTokens].open(link, NewTokens)
     times = MaskTimes([])
-    rows = MaskRows(memory, settings.num_rows, num_mask_words(settings.vocab_size))
+    num_words, count = num_mask_words(settings.vocab_size), 1 + settings.max_drafts
+    rows = MaskRows(memory, settings.num_rows, num_words, count)
     grammars = Grammars(
         Path(settings.directory),
         settings.vocab_size,

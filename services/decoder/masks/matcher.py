@@ -5,7 +5,7 @@ tokens and from bad words.
 """
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -102,6 +102,17 @@ class GrammarMatcher:
             self._read(token_ids)
         elif not self.strings.stay(token_ids):
             self._leave_string()
+
+    def copy(self) -> "GrammarMatcher":
+        """Returns a copy in the same state."""
+        strings = None if self.strings is None else self.strings.copy()
+        return replace(
+            self, state=self.state.deep_copy(), strings=strings, _unread=list(self._unread)
+        )
+
+    def ends_with(self, token_id: int) -> bool:
+        """Returns whether a token may end the completion."""
+        return token_id in self.end_ids or token_id in self.grammar.stop_ids
 
     def fill(self, row: Int32Array, num_generated: int) -> None:
         """Fills the next mask.
@@ -233,6 +244,38 @@ class Matcher:
         if (forbidden or self.allowed is not None) and not mask.any():
             raise NothingAllowed("the request's constraints leave no token that may come next")
         return True
+
+    def fill_drafts(self, drafts: list[int], rows: Int32Array) -> int:
+        """Fills the masks of the tokens behind drafts, as if the drafts had been sampled.
+
+        A copy of the matcher reads the drafts, so that this matcher never sees a rejected one.
+
+        Args:
+            drafts: token ids that may come next, one after the other.
+            rows: `[1 + len(drafts), num_words + PROBE_WORDS]`. The first has the mask of the next
+                token.
+
+        Returns:
+            Number of drafts, from the first on, that the masks before them allow and behind which
+            the completion goes on. Their masks are filled.
+        """
+        copy: Matcher | None = None
+        for count, draft in enumerate(drafts):
+            mask = rows[count]
+            if not mask[draft >> 5] >> (draft & 31) & 1:
+                return count
+            if self.grammar is not None and self.grammar.ends_with(draft):
+                return count
+            if copy is None:
+                grammar = None if self.grammar is None else self.grammar.copy()
+                copy = replace(self, grammar=grammar, generated=list(self.generated))
+            try:
+                copy.consume([draft])
+                if not copy.fill(rows[count + 1]):
+                    rows[count + 1] = -1
+            except MatcherFailed:
+                return count  # if the draft is sampled, this matcher will fail in the same way
+        return len(drafts)
 
     def _ends_with(self, prefix: tuple[int, ...]) -> bool:
         return not prefix or tuple(self.generated[-len(prefix) :]) == prefix

@@ -41,6 +41,7 @@ class MaskSettings(msgspec.Struct, frozen=True, kw_only=True):
         vocab_size: number of rows of the model's head.
         end_ids: end tokens of the model.
         num_rows: largest number of sequences of a mask process.
+        max_drafts: the most drafts of a sequence, each of which has a mask of its own.
         link: number of the mask process.
         max_work_s: CPU seconds after which a thread's piece of work is abandoned. The compile
             process allows a grammar half a second, and a second compilation took at most 2.6 times
@@ -53,6 +54,7 @@ class MaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     end_ids: tuple[int, ...]
     num_rows: int
+    max_drafts: int = 0
     link: int = 0
     max_work_s: float = 30.0
     grammar_bytes: int = 1 << 30

@@ -378,7 +378,8 @@ class MaskProcesses:
         self._num_started += 1
         process.link, process.is_ready = self._num_started, False
         process.started_at = time.monotonic()
-        memory = create_mask_memory(settings.num_rows, self._num_words)
+        num_rows = settings.num_rows * (1 + settings.max_drafts)
+        memory = create_mask_memory(num_rows, self._num_words)
         try:
             process.marks = Marks(memory)
             front_end, end, engine_end, link = create_socket_pair() + create_socket_pair()
@@ -391,7 +392,7 @@ class MaskProcesses:
                         _MODULE, msgspec.json.encode(own), end.fileno(), link.fileno(), memory
                     )
                     socket.send_fds(self.link, [b"l"], [engine_end.fileno(), memory])
-                self.engine.send(MaskLink(process.link, settings.num_rows, self._num_words))
+                self.engine.send(MaskLink(process.link, num_rows, self._num_words))
                 channel = await FrontChannel[FromProcess].open(front_end, FromProcess)
             except BaseException:  # also if this task is cancelled during the start
                 front_end.close()

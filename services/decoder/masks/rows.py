@@ -1,8 +1,10 @@
 """Token masks in shared memory. A mask process fills the rows, and the engine reads them. Messages
 carry row numbers only.
 
-A sequence has a row until the front removes the sequence. The engine copies a mask before it sends
-the token that was sampled under the mask, and the process writes the next mask after this token.
+A sequence has a row until the front removes the sequence, or several rows if it may have drafts:
+the first for its next token, the others for the tokens behind each of its drafts. The engine copies
+a mask before it sends the token that was sampled under the mask, and the process writes the next
+mask after this token.
 The memory begins with marks of the sequences that the process works on. If the process dies, the
 front finds in the marks which sequence may be the cause.
 """
@@ -85,25 +87,29 @@ class MaskRows:
 
     Args:
         fd: descriptor of the memory.
-        num_rows: number of rows.
+        num_sequences: largest number of sequences.
         num_words: number of 32-bit words of a row.
+        count: number of rows of a sequence.
 
     Attributes:
         marks: marks of the sequences that the process works on.
-        array: all rows, `[num_rows, num_words]` int32.
+        array: all rows, `[num_sequences * count, num_words]` int32.
+        count: number of rows of a sequence.
     """
 
-    def __init__(self, fd: int, num_rows: int, num_words: int) -> None:
+    def __init__(self, fd: int, num_sequences: int, num_words: int, count: int = 1) -> None:
         memory = mmap.mmap(fd, os.fstat(fd).st_size)
         self.marks = Marks(fd)
+        num_rows = num_sequences * count
         words = np.frombuffer(memory, np.int32, num_rows * num_words, ROWS_OFFSET)
         self.array: Int32Array = words.reshape(num_rows, num_words)
-        self._free = list(range(num_rows - 1, -1, -1))
+        self.count = count
+        self._free = list(range(num_rows - count, -1, -count))
 
     def take(self) -> int | None:
-        """Returns a free row. None if all rows are taken."""
+        """Returns the first of a sequence's rows, which are free. None if all rows are taken."""
         return self._free.pop() if self._free else None
 
     def release(self, row: int) -> None:
-        """Frees the row of a sequence that has ended. No thread may write to the row any more."""
+        """Frees the rows of a sequence that has ended. No thread may write to them any more."""
         self._free.append(row)

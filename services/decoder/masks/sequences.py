@@ -50,9 +50,10 @@ class _MaskedSequence:
 
     Attributes:
         number: the engine's number of the sequence.
-        row: row for the masks of the sequence.
+        row: first row for the masks of the sequence.
         constraints: constraints on the tokens of the sequence.
         generated: completion tokens so far.
+        drafts: drafts behind these tokens that the engine wants masks for.
         is_slow: True if the grammar takes long to compile.
         matcher: matcher of the sequence. None until the grammar has been compiled.
         thread: thread that uses the matcher and the row. None if the event loop uses them.
@@ -71,6 +72,7 @@ class _MaskedSequence:
     task: asyncio.Task[None] | None = None
     num_renewed: int = 0
     is_removed: bool = False
+    drafts: list[int] = field(default_factory=list[int])
 
     @property
     def source(self) -> GrammarSource | None:
@@ -138,13 +140,15 @@ class SequenceMasks:
         the front sends the missing tokens in order.
         """
         work: list[_MaskedSequence] = []
-        for number, token_ids, count in zip(
-            tokens.sequence_ids, tokens.token_ids, tokens.num_generated, strict=True
+        all_drafts = tokens.drafts or [[]] * len(tokens.sequence_ids)
+        for number, token_ids, count, drafts in zip(
+            tokens.sequence_ids, tokens.token_ids, tokens.num_generated, all_drafts, strict=True
         ):
             sequence = self._sequences.get(number)
             if sequence is None or len(sequence.generated) != count - len(token_ids):
                 continue
             sequence.generated += token_ids
+            sequence.drafts = drafts
             if sequence.thread is not None or sequence.matcher is None:
                 continue  # the sequence has failed, or its task will find the new tokens
             if sequence.matcher.is_slow:
@@ -277,7 +281,7 @@ class SequenceMasks:
     def _send(
         self, sequences: list[_MaskedSequence], masks: list[Found], to: FrontChannel[Any]
     ) -> None:
-        found = TokenMasks([], [], [], self.link)
+        found, has_drafts = TokenMasks([], [], [], self.link), False
         for sequence, mask in zip(sequences, masks, strict=True):
             if sequence.is_removed:
                 continue
@@ -287,9 +291,29 @@ class SequenceMasks:
             else:
                 found.sequence_ids.append(sequence.number)
                 found.num_generated.append(len(sequence.generated))
-                found.rows.append(sequence.row if mask else -1)
+                num_drafts = self._fill_drafts(sequence, has_mask=mask)
+                found.rows.append(sequence.row if mask or num_drafts else -1)
+                found.num_drafts.append(num_drafts)
+                has_drafts |= num_drafts > 0
+        if not has_drafts:
+            found.num_drafts = []
         if found.sequence_ids:
             to.send(found)
+
+    def _fill_drafts(self, sequence: _MaskedSequence, *, has_mask: bool) -> int:
+        """Fills the masks behind a sequence's drafts, after the mask of its next token. Returns how
+        many drafts have masks. Sequences whose masks take long have none.
+        """
+        matcher, drafts, sequence.drafts = sequence.matcher, sequence.drafts, []
+        if not drafts or matcher is None or matcher.is_slow:
+            return 0
+        rows = self.rows.array[sequence.row : sequence.row + self.rows.count]
+        if not has_mask:
+            rows[0] = -1
+        self.rows.marks.set(FILLING, sequence.number)
+        count = self.grammars.fill_drafts(matcher, drafts[: len(rows) - 1], rows)
+        self.rows.marks.set(FILLING, 0)
+        return count
 
     def _renews(self, sequence: _MaskedSequence) -> bool:
         """Returns whether a sequence whose matcher has failed gets a new matcher, because the texts

@@ -235,6 +235,9 @@ class DecoderPod(Pod):
         # Reading the field costs time. Prompt logprobs come in an event without tokens or with the
         # first token, so the field of other events is not read.
         scores = event.prompt_logprobs if started is not None or not token_ids else ()
+        predicted = None
+        if event.accepted_tokens or event.rejected_tokens:
+            predicted = event.accepted_tokens, event.rejected_tokens
         receiver.receive(
             TokenEvent(
                 choice,
@@ -246,6 +249,7 @@ class DecoderPod(Pod):
                 scores,
                 decoder_drains=event.leaving,
                 vector=event.vector,
+                predicted=predicted,
             )
         )
 

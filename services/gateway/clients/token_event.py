@@ -22,6 +22,8 @@ class TokenEvent(Struct, frozen=True):
         error: error that ended the sequence. No event follows it.
         prompt_logprobs: log probabilities of prompt tokens. They come before the first token.
         vector: float32 result of a model for search, with the only token. Otherwise empty.
+        predicted: numbers of tokens of the request's prediction that were accepted and rejected
+            since the event before. None if there were none.
         decoder_drains: True if the decoder is shutting down and may end before the sequence does.
     """
 
@@ -34,6 +36,7 @@ class TokenEvent(Struct, frozen=True):
     prompt_logprobs: Sequence[pb.PromptLogprobs] = ()
     decoder_drains: bool = False
     vector: bytes = b""
+    predicted: tuple[int, int] | None = None
 
     @property
     def is_last(self) -> bool:

@@ -54,7 +54,7 @@ TABLE: Sequence[Hints] = (
         (_CHAT, _TEXT, _RESPONSES),
         _all(
             "safety_identifier service_tier prompt_cache_key prompt_cache_retention "
-            "prompt_cache_options prediction request_id session_id client_metadata"
+            "prompt_cache_options request_id session_id client_metadata"
         ),
         "say who asks, how it is billed and cached",
     ),
@@ -68,6 +68,7 @@ TABLE: Sequence[Hints] = (
          "max_chunks_per_doc": (), "rank_fields": (["text"],)},
         "say who asks, or ask for what the model's template does",
     ),
+    Hints((_TEXT, _RESPONSES), _all("prediction"), "make an answer faster, if it is a chat's"),
     Hints((_CHAT, _TEXT), _all("user metadata store"), "say who asks; nothing is stored"),
     Hints(
         _MESSAGES,

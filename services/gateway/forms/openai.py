@@ -152,6 +152,21 @@ class Message(Struct, forbid_unknown_fields=True):
     reasoning_content: str | None = None
 
 
+class Prediction(Struct, forbid_unknown_fields=True, tag_field="type", tag="content"):
+    """Text that most of the answer is expected to repeat. It can make the answer faster, and never
+    changes it.
+    """
+
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 _CHARACTERS_OF_A_TURN = 16  # rendering an empty message or part takes as long as this many
 
 
@@ -170,6 +185,7 @@ class ChatRequest(GenerationFields):
     media_io_kwargs: MediaOptions | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
+    prediction: Prediction | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None

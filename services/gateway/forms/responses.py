@@ -73,15 +73,22 @@ class PromptTokensDetails(Struct, omit_defaults=True):
 
 
 class CompletionTokensDetails(Struct):
-    """Tokens of the reasoning, with its tags."""
+    """Parts of the answer's tokens.
+
+    `reasoning_tokens` counts the reasoning with its tags. The other fields are present if the
+    request has a prediction. They count the tokens of the prediction that the decoder has compared
+    with the answer, and that were equal or not.
+    """
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(Struct):
     """Tokens of a request, summed over its choices.
 
-    `completion_tokens_details` is present if the model thinks.
+    `completion_tokens_details` is present if the model thinks or the request has a prediction.
     """
 
     prompt_tokens: int

@@ -304,6 +304,7 @@ class Attempts:
             images=images,
             sampling=request.sampling,
             cache_salt=request.cache_salt,
+            prediction=request.prediction,
             tenant=request.slot.tenant.name,
             tenant_weight=request.slot.tenant.weight,
             timeout_s=request.remaining_s(),

@@ -132,6 +132,7 @@ class ChatService:
                 for index in range(request.num_choices)
             ],
             ignored=draft.ignored,
+            prediction=await self.drafts.prediction(request, sampling.max_tokens),
         )
         # If the request wants logprobs of its prompt, a prompt above their limit is refused here.
         completion.prompt_scores.check(request, len(prompt.token_ids))
@@ -168,6 +169,8 @@ class ChatService:
                         continue  # A stop string has ended the choice earlier in this batch.
                     if event.started is not None:
                         completion.record_start(event.started)
+                    if event.predicted is not None:
+                        completion.record_predicted(*event.predicted)
                     if event.prompt_logprobs:
                         completion.prompt_scores.add(event.prompt_logprobs)
                         if not event.token_ids:

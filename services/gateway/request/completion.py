@@ -53,6 +53,8 @@ class Completion:
         cached_tokens: number of prompt tokens found in the prefix cache. None until the first
             token.
         prompt_scores: log probabilities of the prompt's tokens.
+        prediction: int32 ids of the request's prediction. Empty if there is none.
+        predicted: numbers of accepted and rejected tokens of the prediction so far.
     """
 
     request_id: str
@@ -70,6 +72,8 @@ class Completion:
     ignored: Sequence[str] = ()
     cached_tokens: int | None = None
     prompt_scores: PromptScores = field(default_factory=PromptScores)
+    prediction: bytes = b""
+    predicted: tuple[int, int] = 0, 0
 
     def remaining_s(self) -> float:
         """Returns the time in seconds to the deadline. Always positive, for use as a timeout."""
@@ -102,6 +106,10 @@ class Completion:
             if self.images:
                 self.timings.record("transfer", started.transfer_s)
 
+    def record_predicted(self, accepted: int, rejected: int) -> None:
+        """Adds tokens of the prediction that were accepted and rejected."""
+        self.predicted = self.predicted[0] + accepted, self.predicted[1] + rejected
+
     def usage(self) -> Usage:
         """Returns the numbers of tokens of the prompt and of the answer so far."""
         prompt = self.prompt
@@ -113,9 +121,13 @@ class Completion:
             details.video_tokens = sum(video.tokens for video in videos)
         total_tokens = prompt_tokens + completion_tokens
         usage = Usage(prompt_tokens, completion_tokens, total_tokens, details)
-        if self.answer_format.reasoning is not None:
+        thinks, is_predicted = self.answer_format.reasoning is not None, self.chat.prediction
+        if thinks or is_predicted is not None:
             reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self.choices)
-            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
+            found = CompletionTokensDetails(reasoning_tokens)
+            if is_predicted is not None:
+                found.accepted_prediction_tokens, found.rejected_prediction_tokens = self.predicted
+            usage.completion_tokens_details = found
         return usage
 
     def prompt_token_ids(self) -> list[int]:

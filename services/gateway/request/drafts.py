@@ -3,6 +3,7 @@
 Long text is rendered and tokenized in threads, so that the event loop can serve other requests.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -74,6 +75,15 @@ class DraftReader:
         if add_special_tokens is None:
             return self.tokenizer.encode_text(text)
         return self.tokenizer.encode_prompt(text, add_special_tokens)
+
+    async def prediction(self, request: ChatRequest, max_tokens: int) -> bytes:
+        """Returns the int32 ids of the request's prediction, cut to the length of an answer. Empty
+        if there is no prediction.
+        """
+        if request.prediction is None:
+            return b""
+        ids = await self.encode(request.prediction.text, add_special_tokens=None)
+        return array("i", ids[:max_tokens]).tobytes()
 
     async def check_ids(self, name: str, ids: Sequence[int], vocab_size: int) -> None:
         """Checks the token ids of a request's field.

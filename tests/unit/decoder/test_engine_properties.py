@@ -41,21 +41,25 @@ class ErraticCost(StepCost):
     plans=st.booleans(),
     most=st.integers(1, 4),
     step_ms=st.none() | st.floats(1, 50),
+    drafts=st.none() | st.tuples(st.integers(1, 6), st.sampled_from([0.0, 0.5, 0.9, 1.0])),
     seed=st.integers(0, 2**16),
 )
 def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
-    program, engine, failure, prefix_caching, plans, most, step_ms, seed
+    program, engine, failure, prefix_caching, plans, most, step_ms, drafts, seed
 ):
     """No token lost or doubled, no block lost, whatever runs beside a sequence, and however many
-    tokens a step yields and however long it takes, images and masks that arrive late, preemptions,
-    and answers that another decoder has begun.
+    tokens a step yields or drafts it verifies and however long it takes, images and masks that
+    arrive late, preemptions, and answers that another decoder has begun.
     """
+    max_drafts, share = drafts or (0, 0.0)
+    most = 1 if drafts else most
     engine["max_batched_tokens"] = max(
         engine["max_batched_tokens"], engine["max_num_sequences"] * most
     )
     harness = Harness(
         prefix_caching=prefix_caching, plans=plans, max_tokens_per_step=most,
         step_ms=step_ms or math.inf, step_cost=None if step_ms is None else ErraticCost(seed),
+        max_drafts=max_drafts, right_drafts=share,
         **engine,
     )  # fmt: skip
     harness.runner.random.seed(seed)

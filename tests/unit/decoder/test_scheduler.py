@@ -11,6 +11,7 @@ from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.schedule.block_manager import BlockManager
 from services.decoder.engine.schedule.scheduler import Scheduler
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
+from services.decoder.engine.schedule.speculation import Speculation
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from tests.fake_runner import add_message, runner_info
 from tests.integrity import check_scheduler, waiting
@@ -31,9 +32,10 @@ def scheduler_of(
     info = runner_info(
         num_blocks=blocks, max_num_sequences=rows, max_batched_tokens=budget, max_model_len=length
     )
+    cost = cost or StepCost()
     scheduler = Scheduler(
-        info, BlockManager(blocks, 4), late_masks=False, step_ms=step_ms,
-        step_cost=cost or StepCost(),
+        info, BlockManager(blocks, 4), late_masks=False, step_ms=step_ms, step_cost=cost,
+        speculation=Speculation(info, 0, cost, step_ms=step_ms, overlap=False),
     )  # fmt: skip
     scheduler.prefills.min_partial_tokens = partial
     return scheduler

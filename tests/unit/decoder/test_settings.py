@@ -54,4 +54,4 @@ def test_settings_cross_to_the_engine_process_unchanged():
 
 
 def test_settings_are_few() -> None:
-    assert len(DecoderSettings.model_fields) <= 25
+    assert len(DecoderSettings.model_fields) <= 27

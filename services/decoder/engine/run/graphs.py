@@ -421,7 +421,10 @@ class DecodeGraphs(_GraphSet):
             backend, ops = self.parts.backend, self.parts.model.ops
             self._choices[size] = ops.max_fused_context(size), backend.plans_from_blocks(size)
         longest, plans = self._choices[size]
-        step.is_fused = longest > 0 and int(step.seq_lens.max()) <= longest
+        # The fused kernel stores a chunk's key while others attend, and a draft attends to those
+        # before it in the same step.
+        fits = longest > 0 and not step.has_drafts
+        step.is_fused = fits and int(step.seq_lens.max()) <= longest
         step.plans_from_blocks = plans and not step.is_fused
         return True
 

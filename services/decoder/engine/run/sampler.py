@@ -173,6 +173,12 @@ class Sampler:
             index = np.full(len(rows), -1)
             index[samples] = np.arange(len(samples))
             mask_index = put(index)
+        assumed = drafted = None
+        if (drafts := step.draft_counts) is not None:
+            self._count(drafts.accepted)
+            if len(drafts.samples):
+                assumed = self._pairs(drafts.assumed)
+                drafted = self.upload(torch.from_numpy(drafts.samples))
         counts = self._top_logprobs[rows]
         asking = np.flatnonzero(counts >= 0)
         if len(asking):
@@ -196,6 +202,8 @@ class Sampler:
             logprob_counts=tuple(counts[asking].tolist()),
             logprob_ids=None if named is None else put(named),
             logprob_named=num_named,
+            assumed=assumed,
+            drafted=drafted,
         )
 
     def _named_ids(self, rows: Int64Array) -> tuple[Int64Array | None, tuple[int, ...]]:
@@ -224,12 +232,15 @@ class Sampler:
             index, ids, values = (self.upload(torch.from_numpy(part)) for part in inputs.bias)
             logits.index_put_((index, ids), values, accumulate=True)
         if inputs.seen is not None:
-            logits = self._ops.penalize(logits, inputs)
+            logits = self._ops.penalize(logits, _with_drafts(inputs))
         token_ids = self._ops.sample(logits, inputs)
         if finite is not None:
             token_ids = token_ids.masked_fill(~finite, NOT_FINITE)
         if inputs.seen is not None:
-            self._ops.count_tokens(token_ids, inputs)
+            counted = token_ids
+            if inputs.drafted is not None:
+                counted = token_ids.index_fill(0, inputs.drafted, NOT_FINITE)  # counts nothing
+            self._ops.count_tokens(counted, inputs)
         logprobs = None
         if inputs.logprob_index is not None:
             most = min(max(inputs.logprob_counts), raw.shape[-1])
@@ -248,6 +259,18 @@ class Sampler:
         )
         seen.index_fill_(0, prompt, 1)
         seen.index_add_(0, completion, torch.full_like(completion, 2, dtype=torch.int32))
+
+    def _count(self, accepted: Int64Array) -> None:
+        """Counts accepted drafts, which are pairs of a row and a token id."""
+        if len(accepted):
+            rows, ids = self._pairs(accepted)
+            twos = torch.full_like(ids, 2, dtype=torch.int32)
+            self._seen.index_put_((rows, ids), twos, accumulate=True)
+
+    def _pairs(self, values: Int64Array) -> tuple[Tensor, Tensor]:
+        """Uploads both columns of `[n, 2]`."""
+        first, second = self.upload(torch.from_numpy(np.ascontiguousarray(values.T)))
+        return first, second
 
     def _biases(
         self, rows: Int64Array, generated: Int64Array
@@ -276,6 +299,16 @@ class Sampler:
             return values
         # The pinned copy returns to torch's allocator, which waits for the stream.
         return values.pin_memory().to(self._device, non_blocking=True)
+
+
+def _with_drafts(inputs: SamplingInputs) -> SamplingInputs:
+    """Returns inputs whose `seen` has a row for each sample, which counts the drafts before it."""
+    if inputs.assumed is None or inputs.seen is None:
+        return inputs
+    seen, (samples, ids) = inputs.seen[inputs.rows], inputs.assumed
+    twos = torch.full_like(ids, 2, dtype=torch.int32)
+    seen.index_put_((samples, ids), twos, accumulate=True)
+    return inputs._replace(seen=seen, rows=torch.arange(len(seen), device=seen.device))
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: Int64Array) -> npt.NDArray[np.float64]:

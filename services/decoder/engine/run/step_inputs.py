@@ -87,7 +87,7 @@ class StepInputs:
         first_blocks: `[S]`, index of each sequence's first block in the flat block tables.
         samples: `[B]`, indices of the chunks that sample.
         images: runs of image tokens.
-        state_saves: see `ComputeStep`.
+        state_saves, has_drafts: see `ComputeStep`.
         block_updates: changes of the flat block tables before the step runs.
         position_deltas: changes of the rows' position deltas before the step runs.
         places: places in the staging buffer, set by `stage`.
@@ -106,6 +106,7 @@ class StepInputs:
     samples: IntArray
     images: list[ImageRun]
     state_saves: IntArray | None = None
+    has_drafts: bool = False
     block_updates: Updates = NO_UPDATES
     position_deltas: Updates = NO_UPDATES
     places: Places = field(init=False)
@@ -178,6 +179,7 @@ def _chunks(step: ComputeStep, max_blocks: int) -> StepInputs:
         samples=step.samples,
         images=[ImageRun(*run) for run in step.images.tolist()],
         state_saves=step.state_saves,
+        has_drafts=step.has_drafts,
     )
 
 

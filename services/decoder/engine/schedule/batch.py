@@ -8,9 +8,9 @@ arrive. Pure Python and numpy, without torch.
 
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
+from services.decoder.engine.schedule.chunk import Chunk, counts_of
 from services.decoder.engine.schedule.sequence import Sequence
 from services.decoder.engine.schedule.step_cost import StepLoad
 from services.decoder.engine.step import (
@@ -24,39 +24,6 @@ from services.decoder.engine.step import (
 )
 
 
-class Chunk(msgspec.Struct, gc=False, eq=False):
-    """The part of a step that computes the tokens [start, start + length) of one sequence.
-
-    Attributes:
-        sequence: the sequence. It has a row, and blocks for start + length + limit - 1 tokens. If
-            the step yields several tokens, it also stores keys and values for all of them except
-            the last.
-        start: number of the sequence's tokens whose keys and values are in the cache already. If
-            steps in flight may yield fewer tokens than planned, it is an upper bound.
-        length: number of tokens to compute now, at least 1.
-        from_device: True if the chunk computes the one token that the row has sampled last, which
-            is on the device and whose id the host need not know. Otherwise the ids of the chunk's
-            tokens are `sequence.token_ids[start : start + length]`.
-        samples: True if the chunk has the sequence's last token, so that a next token is sampled.
-        limit: the most tokens that the step may yield for the sequence.
-        checkpoints: recurrent states to save, as pairs (n, slot). The state after the sequence's
-            first n tokens is copied to the slot.
-        is_late: True if the sequence's token mask has not arrived when the step is launched.
-        is_void: True if the mask was still missing when the step was sampled. The sequence then
-            gets no token from this step.
-    """
-
-    sequence: Sequence
-    start: int
-    length: int
-    from_device: bool
-    samples: bool
-    limit: int = 1
-    checkpoints: tuple[tuple[int, int], ...] = ()
-    is_late: bool = False
-    is_void: bool = False
-
-
 @dataclass(slots=True)
 class Batch:
     """The plan of a step.
@@ -64,13 +31,14 @@ class Batch:
     Attributes:
         chunks: chunks of different sequences: first those `from_device`, then other decodes, then
             prompts. A batch without chunks is not launched.
-        num_tokens: the most tokens that the step computes.
+        num_tokens: the most tokens that the step computes, drafts included.
         admitted: sequences that were given a row since the last launched step.
         extended: sequences that were given a block since the last launched step.
         late: chunks whose token masks have not arrived when the step is launched.
         scored: chunks with prompt tokens whose logprobs are wanted. `to_step` fills the list.
         load: the step's work, for predicting its time. None if no prompt waits.
         launched_at: time of the launch, by the engine's clock.
+        num_drafts: number of drafts. A batch with drafts has no prompts.
     """
 
     chunks: list[Chunk]
@@ -81,6 +49,7 @@ class Batch:
     scored: list[Chunk] = field(default_factory=list[Chunk])
     load: StepLoad | None = None
     launched_at: float = 0.0
+    num_drafts: int = 0
 
     def to_step(self) -> Step:
         """Returns the step as arrays.
@@ -91,7 +60,10 @@ class Batch:
         The code is plain Python per chunk where numpy could do the same, because after an idle time
         the first use of each numpy function takes 10 to 80 µs, for which a lone prompt would wait.
         """
-        chunks = sampling = self.chunks
+        chunks = self.chunks
+        if self.num_drafts:
+            chunks = [part for c in chunks for part in (c.parts if c.drafts else (c,))]
+        sampling = chunks
         num_from_device = len(chunks)
         rows = [chunk.sequence.row for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
@@ -105,6 +77,7 @@ class Batch:
             sampling = [chunk for chunk in chunks if chunk.samples]
             samples = np.array([i for i, chunk in enumerate(chunks) if chunk.samples], np.int64)
         compute = ComputeStep(rows, starts, lengths, num_from_device, samples)
+        compute.has_drafts = self.num_drafts > 0
         sample = SampleStep()
         if known := chunks[num_from_device:]:
             compute.token_ids, compute.positions = _known_tokens(known)
@@ -113,6 +86,8 @@ class Batch:
                 compute.images = _image_runs(known, num_from_device)
             if any([chunk.sequence.needs_scores for chunk in known]):
                 compute.scored, sample.followers = self._scored_runs(num_from_device)
+            if any([chunk.sequence.drafts is not None for chunk in known]):
+                sample.draft_counts = counts_of(sampling)
             if masks := _token_masks(sampling, num_from_device):
                 sample.masked = np.array([*masks], np.int64)
                 sample.token_masks = np.stack([*masks.values()])
@@ -171,7 +146,7 @@ def _token_masks(sampling: list[Chunk], first: int) -> dict[int, Int32Array]:
     return {
         index: mask
         for index in range(first, len(sampling))
-        if (mask := sampling[index].sequence.token_mask) is not None and len(mask)
+        if (mask := sampling[index].token_mask) is not None and len(mask)
     }
 
 
@@ -199,7 +174,7 @@ def _known_tokens(chunks: list[Chunk]) -> tuple[Int32Array, Int32Array]:
     """Returns the ids `[K]` and the positions `[3, K]` of the chunks' tokens, chunk by chunk."""
     if len(chunks) == 1:
         (chunk,) = chunks
-        token_ids = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
+        token_ids = chunk.token_ids
         positions = np.empty((3, chunk.length), np.int32)
         _fill_positions(chunk, positions)
         return np.frombuffer(token_ids, np.int32), positions
@@ -209,7 +184,7 @@ def _known_tokens(chunks: list[Chunk]) -> tuple[Int32Array, Int32Array]:
     first = 0
     for chunk in chunks:
         end = first + chunk.length
-        token_ids[first:end] = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
+        token_ids[first:end] = chunk.token_ids
         _fill_positions(chunk, positions[:, first:end])
         first = end
     return token_ids, positions

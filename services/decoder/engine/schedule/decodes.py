@@ -1,9 +1,13 @@
-"""The decode phase: sequences whose prompts are computed, one new token a step. Pure Python."""
+"""The decode phase: sequences whose prompts are computed. Pure Python.
+
+A sequence gets one new token a step, or several if it verifies drafts (`chunk`).
+"""
 
 from services.decoder.engine.messages import EngineInfo
-from services.decoder.engine.schedule.batch import Chunk
 from services.decoder.engine.schedule.block_manager import BlockManager
+from services.decoder.engine.schedule.chunk import Chunk
 from services.decoder.engine.schedule.sequence import Sequence
+from services.decoder.engine.schedule.speculation import Speculation
 
 
 class Decodes:
@@ -15,16 +19,19 @@ class Decodes:
     Args:
         info: the engine's limits.
         blocks: the KV blocks, of which sequences take more as they grow.
+        speculation: decides how many drafts each sequence verifies.
 
     Attributes:
         decoding: sequences by id that are planned while their last token is still on the device.
         awaiting: sequences by id that are planned once the host knows their last token, and the
-            token mask of the next one if there is a grammar.
+            token mask of the next one if there is a grammar. A sequence with drafts is one of them.
+        speculation: decides how many drafts each sequence verifies.
         extended: sequences that got a block since the last step that was launched.
     """
 
-    def __init__(self, info: EngineInfo, blocks: BlockManager) -> None:
+    def __init__(self, info: EngineInfo, blocks: BlockManager, speculation: Speculation) -> None:
         self._blocks = blocks
+        self.speculation = speculation
         self._max_tokens_per_step = info.max_tokens_per_step
         self.decoding: dict[int, Sequence] = {}
         self.awaiting: dict[int, Sequence] = {}
@@ -43,10 +50,32 @@ class Decodes:
         """Takes a sequence out of its queue, if it is in this phase."""
         self.decoding.pop(sequence.sequence_id, None)
         self.awaiting.pop(sequence.sequence_id, None)
+        if sequence.drafts is not None:
+            sequence.drafts.leave_row()
 
     def await_mask(self, sequence: Sequence) -> None:
-        """Stops planning a decoding sequence until its token mask has arrived."""
-        self.awaiting[sequence.sequence_id] = self.decoding.pop(sequence.sequence_id)
+        """Stops planning a decoding sequence until the host knows its last token, and its token
+        mask has arrived if there is a grammar.
+        """
+        if (found := self.decoding.pop(sequence.sequence_id, None)) is not None:
+            self.awaiting[sequence.sequence_id] = found
+
+    def tokens_arrived(self, sequence: Sequence) -> None:
+        """Takes notice of new tokens of a sequence, which then may have drafts. In that case the
+        sequence is not planned before the host knows its last token.
+        """
+        is_ahead = sequence.sequence_id in self.decoding
+        if self.speculation.tokens_arrived(sequence, len(self.decoding) - is_ahead):
+            self.await_mask(sequence)
+
+    def choose_drafts(self, *, is_open: bool) -> None:
+        """Chooses the drafts that sequences verify in the next step.
+
+        Args:
+            is_open: False if the step may compute prompts, so that it has no drafts.
+        """
+        if self.speculation.max_drafts:
+            self.speculation.choose(self.ready(), self._plannable(), self._blocks, is_open=is_open)
 
     def ready(self) -> list[Sequence]:
         """Returns the awaiting sequences whose last token and next token mask have arrived."""
@@ -77,7 +106,7 @@ class Decodes:
 
         Sequences whose last token is on the device come before those whose token the host knows.
         """
-        ready = self.ready()
+        ready = self._ready_together()
         most_is_one = self._max_tokens_per_step == 1
         chunks: list[Chunk] = []
         for sequence in self._plannable():
@@ -90,11 +119,23 @@ class Decodes:
             start, limit = sequence.num_computed_tokens, self._most_tokens(sequence)
             sequence.num_computed_tokens = start + limit
             sequence.num_in_flight += 1
-            if sequence.plans_ahead:
+            drafts = () if sequence.drafts is None else sequence.drafts.take()
+            if sequence.plans_ahead and not drafts:
                 number = sequence.sequence_id
                 self.decoding[number] = self.awaiting.pop(number)
-            chunks.append(Chunk(sequence, start, 1, False, True, limit))
+            chunks.append(Chunk(sequence, start, 1, False, True, limit, drafts=drafts))
         return chunks
+
+    def _ready_together(self) -> list[Sequence]:
+        """Returns the sequences of `ready`. If they are the only ones that can be planned, and
+        others that verify drafts are in flight, it returns none, so that all share the next steps.
+        """
+        ready = self.ready()
+        if ready and self.speculation.max_drafts and not self.decoding:
+            others = self.awaiting.values()
+            if any([s.num_in_flight and s.plans_ahead for s in others]):
+                return []
+        return ready
 
     def _plannable(self) -> list[Sequence]:
         """Returns the decoding sequences that have a next token.
@@ -106,6 +147,8 @@ class Decodes:
 
     def _most_tokens(self, sequence: Sequence) -> int:
         """Returns the most tokens that the next step may yield for the sequence."""
+        if sequence.drafts is not None:
+            return 1 + len(sequence.drafts.chosen)
         if sequence.message.token_masks:
             return 1  # a mask is for one token
         left = sequence.max_length - 1 - sequence.num_computed_tokens

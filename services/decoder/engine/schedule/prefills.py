@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.schedule.admission import Admission, latest
-from services.decoder.engine.schedule.batch import Chunk
 from services.decoder.engine.schedule.block_manager import BlockManager
+from services.decoder.engine.schedule.chunk import Chunk
 from services.decoder.engine.schedule.decodes import Decodes
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from services.decoder.engine.schedule.step_budget import StepBudget

@@ -22,10 +22,10 @@ A sequence is always in exactly one of these queues, which belong to `Prefills` 
   waiting sequence is parked instead of admitted if too few tokens precede its first missing input
   (`Prefills.min_partial_tokens`).
 - *decoding*: the prompt is computed. Every step computes the sequence's next token.
-- *awaiting*: the sequence has token masks, and takes part in no step until its last token and the
-  mask for its next token have arrived. With `late_masks`, it is *decoding* instead, because a mask
-  may arrive while the step is computed. If a mask comes too late, the sequence gets no token from
-  that step and awaits the mask.
+- *awaiting*: the sequence has token masks, or drafts (`speculation`), and takes part in no step
+  until its last token, and the mask for its next token if there are masks, have arrived. With
+  `late_masks`, it is *decoding* instead, because a mask may arrive while the step is computed. If a
+  mask comes too late, the sequence gets no token from that step and awaits the mask.
 
 The picture leaves out three transitions: a sequence that is preempted while prefilling, decoding or
 awaiting waits again; a waiting sequence may be parked; and a sequence can finish in every queue.
@@ -46,11 +46,13 @@ import numpy.typing as npt
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.decoder.engine.messages import EngineInfo, ImagesOf
 from services.decoder.engine.schedule.admission import latest
-from services.decoder.engine.schedule.batch import Batch, Chunk
+from services.decoder.engine.schedule.batch import Batch
 from services.decoder.engine.schedule.block_manager import BlockManager
+from services.decoder.engine.schedule.chunk import Chunk
 from services.decoder.engine.schedule.decodes import Decodes
 from services.decoder.engine.schedule.prefills import Prefills
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
+from services.decoder.engine.schedule.speculation import Speculation
 from services.decoder.engine.schedule.step_budget import StepBudget
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 
@@ -64,6 +66,7 @@ class Scheduler:
         late_masks: True if a step may be planned before the masks for its samples have arrived.
         step_ms: milliseconds that a step may last; see `StepCost.bound`.
         step_cost: the model that predicts how long a step lasts.
+        speculation: decides how many drafts each sequence verifies.
 
     Attributes:
         prefills: the sequences whose prompts are not computed yet.
@@ -80,9 +83,10 @@ class Scheduler:
         late_masks: bool,
         step_ms: float,
         step_cost: StepCost,
+        speculation: Speculation,
     ) -> None:
         self.blocks = blocks
-        self.decodes = Decodes(info, blocks)
+        self.decodes = Decodes(info, blocks, speculation)
         self.prefills = Prefills(info, blocks, self.decodes)
         self.step = 0
         self._max_batched_tokens = info.max_batched_tokens
@@ -154,6 +158,7 @@ class Scheduler:
         sequence.max_length = min(num_prompt + message.sampling.max_tokens, self._max_model_len)
         sequence.arrival = self._num_arrivals = self._num_arrivals + 1
         sequence.plans_ahead |= self._late_masks
+        self.decodes.speculation.start(sequence)
         self.num_masked += message.token_masks
         self.prefills.add(sequence)
 
@@ -201,11 +206,13 @@ class Scheduler:
         self.step += 1
         if self.prefills.waiting.may_preempt:
             self._yield_rows()
+        self.decodes.choose_drafts(is_open=not self.prefills.has_work)
         self._extend_decodes()
         chunks = self.decodes.plan()
         num_tokens = sum([chunk.limit for chunk in chunks])
         batch = Batch(chunks, num_tokens, self.prefills.admitted, self.decodes.extended)
-        if self.prefills.prefilling or len(self.prefills.waiting):
+        batch.num_drafts = sum([len(chunk.drafts) for chunk in chunks])
+        if (self.prefills.prefilling or len(self.prefills.waiting)) and not batch.num_drafts:
             batch.load = self._plan_prompts(chunks, num_tokens)
             batch.num_tokens = batch.load.tokens
         if self.num_masked:

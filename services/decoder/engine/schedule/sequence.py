@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.decoder.engine.messages import AddSequence, ImageSpan
+from services.decoder.engine.schedule.drafts import Drafts
 
 
 class SequenceState(Enum):
@@ -51,6 +52,8 @@ class Sequence:
             arrived.
         token_mask: int32 words of the mask for the next token; empty if every token is allowed.
             None if no mask has arrived.
+        draft_masks: masks for the tokens behind each of the first drafts, like `token_mask`.
+        drafts: drafts of the sequence. None if there is no speculation.
         max_length: number of tokens, prompt included, at which the sequence ends by length.
         stop_ids: the message's stop token ids as a set.
         num_scored: number of prompt tokens behind the first whose logprobs were sent.
@@ -84,6 +87,8 @@ class Sequence:
     plans_ahead: bool = field(init=False)
     num_masked: int = -1
     token_mask: npt.NDArray[np.int32] | None = None
+    draft_masks: list[npt.NDArray[np.int32]] = field(default_factory=list[npt.NDArray[np.int32]])
+    drafts: Drafts | None = None
     num_preemptions: int = 0
     max_length: int = 0
     stop_ids: frozenset[int] = field(init=False)
@@ -126,6 +131,11 @@ class Sequence:
     def awaits_mask(self) -> bool:
         """True if the next token cannot be sampled before a mask arrives."""
         return self.message.token_masks and self.token_mask is None
+
+    @property
+    def known_drafts(self) -> list[int]:
+        """Drafts behind the last known token. Empty if further tokens are in flight."""
+        return [] if self.drafts is None or self.num_in_flight else self.drafts.proposed
 
     def missing_image(self, start: int) -> ImageSpan | None:
         """Returns the first image that ends behind `start` and has not arrived, or None."""

@@ -1,0 +1,177 @@
+"""Tokens a step and milliseconds a token with and without drafts, of the engine alone.
+
+    python -m benchmarks.speculation --model demo/model --text FILE
+    python -m benchmarks.speculation --model DIR --load-format dummy --rates 0,0.7,1 --batches 1,16
+
+With `--text`, the drafts are those of the lookup in prompts that end within a repetition of the
+text, which a trained model continues. Without, each draft is right with the stated probability: the
+answers are known from a run without drafts, which is the first row of each batch. Where sums round
+differently in other batches (bfloat16), an answer may leave the known one; the column of accepted
+drafts says how many were right.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from services.decoder.engine.calibration import measured_cost
+from services.decoder.engine.engine import Engine
+from services.decoder.engine.messages import AddSequence, SamplingParams
+from services.decoder.engine.run.model_runner import ModelRunner
+from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
+
+_STEP_MS = 40.0
+
+
+class StatedDrafts:
+    """A `lookup.DraftSource` whose drafts are those of a known answer with a stated probability."""
+
+    is_prediction = False
+
+    def __init__(self, known: Seq[int], rate: float, seed: int) -> None:
+        self._known, self._rate, self._random = known, rate, random.Random(seed)
+        self._num_tokens = 0
+
+    def read(self, token_ids: "array[int]") -> None:
+        self._num_tokens = len(token_ids)
+
+    def propose(self, most: int) -> list[int]:
+        drafts = self._known[self._num_tokens : self._num_tokens + most]
+        return [token if self._random.random() < self._rate else 0 for token in drafts]
+
+
+class StatedSources(NamedTuple):
+    """Makes sources of drafts of a stated quality.
+
+    Attributes:
+        known: prompt and answer of each sequence.
+        rate: probability that a draft is right.
+    """
+
+    known: dict[int, list[int]]
+    rate: float
+
+    def of(self, message: AddSequence) -> StatedDrafts:
+        """Returns the source of a sequence."""
+        return StatedDrafts(self.known[message.sequence_id], self.rate, message.sequence_id)
+
+
+class Run(NamedTuple):
+    """The result of a run: answers, milliseconds a token, steps, drafts and accepted drafts."""
+
+    answers: dict[int, list[int]]
+    ms: float
+    num_steps: int
+    num_drafts: int
+    num_accepted: int
+
+
+def run(engine: Engine, prompts: Seq[Seq[int]], num_tokens: int) -> Run:
+    """Runs greedy sequences from beginning to end. Time counts from the last first token on."""
+    answers: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
+    for number, ids in enumerate(prompts):
+        packed = np.array(ids, np.int32).tobytes()
+        sampling = SamplingParams(max_tokens=num_tokens)
+        engine.add(AddSequence(number, packed, b"", 0, [], sampling))
+    began, before, first_steps, times = 0.0, 0, 0, list[float]()
+    while engine.has_work:
+        done = engine.step()
+        for event in done.events if done is not None else ():
+            answers[event.sequence_id] += event.token_ids
+            if event.end is not None:
+                times.append(time.perf_counter())
+        if not began and all(answers.values()):
+            began, first_steps = time.perf_counter(), engine.stats().num_steps
+            before = sum(map(len, answers.values()))
+    after = sum(map(len, answers.values()))
+    ms = 1e3 * (statistics.mean(times) - began) * len(prompts) / max(1, after - before)
+    found = engine.stats().drafts
+    totals = (found.num_drafts, found.num_accepted) if found is not None else (0, 0)
+    return Run(answers, ms, engine.stats().num_steps - first_steps, *totals)
+
+
+def prompts_of(options: argparse.Namespace, vocab_size: int, count: int) -> list[list[int]]:
+    """Returns the prompts: random tokens, or the text, cut at different places of its last half."""
+    if options.text is None:
+        draw = np.random.default_rng
+        return [draw(n).integers(0, vocab_size, options.prompt).tolist() for n in range(count)]
+    from services.gateway.tokenizer.tokenizer import ModelTokenizer
+
+    ids = ModelTokenizer.from_directory(options.model).encode_text(options.text.read_text("utf-8"))
+    step = max(1, len(ids) // (2 * count))
+    return [ids[: len(ids) // 2 + number * step] for number in range(count)]
+
+
+def measure(options: argparse.Namespace, runner: ModelRunner, count: int) -> None:
+    """Prints the rows of one batch size."""
+    info, overlap = runner.info, runner.info.on_gpu
+    prompts = prompts_of(options, info.vocab_size, count)
+
+    def engine(max_drafts: int) -> Engine:
+        cost = measured_cost(runner, 0.4, _STEP_MS)
+        return Engine(
+            runner, overlap=overlap, step_ms=_STEP_MS, step_cost=cost, max_drafts=max_drafts
+        )
+
+    run(engine(0), prompts, 8)
+    plain = run(engine(0), prompts, options.tokens)
+    _print(f"{count} without", plain, plain)
+    for rate in [None] if options.text is not None else options.rates:
+        drafting = engine(options.drafts)
+        if rate is not None:
+            known = {n: [*prompts[n], *answer] for n, answer in plain.answers.items()}
+            drafting.speculation.sources = StatedSources(known, rate)
+        found = run(drafting, prompts, options.tokens)
+        _print(f"{count} lookup" if rate is None else f"{count} rate {rate:g}", found, plain)
+
+
+def _print(name: str, found: Run, plain: Run) -> None:
+    num_tokens = sum(map(len, found.answers.values()))
+    equal = sum(found.answers[n] == plain.answers[n] for n in plain.answers)
+    share = found.num_accepted / max(1, found.num_drafts)
+    print(
+        f"{name:>16}: {found.ms:8.3f} ms a token, {plain.ms / found.ms:5.2f} x, "
+        f"{num_tokens / len(found.answers) / max(1, found.num_steps):5.2f} tokens a step, "
+        f"{found.num_drafts:6} drafts, {share:4.0%} accepted, {equal}/{len(plain.answers)} equal",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measures what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--text", type=Path, help="file with repetitions; else random prompts")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a random prompt")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--drafts", type=int, default=8, help="most drafts of a step")
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    for name, kind, default in (("--rates", float, "0,0.7,1"), ("--batches", int, "1,16")):
+        parser.add_argument(
+            name, default=default, type=lambda text, kind=kind: [kind(n) for n in text.split(",")]
+        )
+    options = parser.parse_args()
+    runner = create_runner(
+        RunnerOptions(
+            model_directory=options.model,
+            load_format=options.load_format,
+            dtype=options.dtype,
+            max_num_sequences=options.max_num_seqs,
+            max_batched_tokens=max(1024, options.max_num_seqs),
+        )
+    )
+    for count in options.batches:
+        measure(options, runner, count)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Speculation: which sequences verify drafts in the next step, and how many. Pure Python.
+
+Drafts cost time, because each is computed like a token, and yield tokens if they are right. A
+sequence's j-th draft is right with a probability of about rate ^ j. It is worth its time if a
+millisecond spent on it yields at least as many tokens as a millisecond of the step without drafts:
+in a step of T ms for N sequences, if rate ^ j / (ms of a token) >= N / T. So the number of drafts
+follows the share of right drafts of each sequence, the size of the batch and the device. There are
+no drafts in a step that computes prompts, because first tokens should not wait for them.
+
+The host has to know a sequence's last token to find its drafts. While steps overlap, a sequence
+with drafts therefore takes part in every second step at most, and needs to expect more tokens of
+each.
+"""
+
+import logging
+
+from services.decoder.engine.messages import DraftTotals, EngineInfo
+from services.decoder.engine.schedule.block_manager import BlockManager
+from services.decoder.engine.schedule.chunk import Chunk
+from services.decoder.engine.schedule.drafts import Drafts
+from services.decoder.engine.schedule.lookup import DraftSources, Lookups
+from services.decoder.engine.schedule.sequence import Sequence, SequenceState
+from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
+
+log = logging.getLogger(__name__)
+
+# Tokens that a step with drafts has to yield if steps overlap: more than the two tokens that the
+# sequence would have had meanwhile, if other sequences keep the device busy, or more than makes up
+# for the time until the next launch, if there are no others.
+_LEAST_AMONG_OTHERS, _LEAST_ALONE = 2.2, 1.3
+# A warning is logged if so many verifications in a row yield fewer tokens each than this.
+_WARNING_PERIOD, _WARNING_TOKENS = 1000, 1.2
+
+
+class AcceptedLengths:
+    """Warns if verifications yield few tokens, so that drafts cost more than they gain."""
+
+    def __init__(self) -> None:
+        self._num_chunks = self._num_accepted = 0
+
+    def add(self, num_accepted: int) -> None:
+        """Counts a verification, and warns at the end of each period in which the mean is low."""
+        self._num_chunks += 1
+        self._num_accepted += num_accepted
+        if self._num_chunks < _WARNING_PERIOD:
+            return
+        mean = 1 + self._num_accepted / self._num_chunks
+        self._num_chunks = self._num_accepted = 0
+        if mean < _WARNING_TOKENS:
+            log.warning(
+                "the last %d verifications of drafts have yielded %.2f tokens each, so speculation "
+                "hardly pays for these requests; DECODER_SPECULATION=off ends it",
+                _WARNING_PERIOD,
+                mean,
+            )
+
+
+class Speculation:
+    """Owner of the decision how many drafts each sequence verifies.
+
+    Args:
+        info: the engine's limits.
+        max_drafts: the most drafts of a sequence in a step. 0 if there is no speculation.
+        cost: the model that predicts how long a step lasts.
+        step_ms: milliseconds that a step may last, see `StepCost.bound`.
+        overlap: True if a step is launched before the tokens of the step before it are read.
+
+    Attributes:
+        max_drafts: the most drafts of a sequence in a step.
+        sources: maker of the sequences' sources of drafts.
+        totals: totals so far. None if there is no speculation.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        max_drafts: int,
+        cost: StepCost,
+        *,
+        step_ms: float,
+        overlap: bool,
+    ) -> None:
+        if max_drafts and info.max_tokens_per_step > 1:
+            raise ValueError("the runner yields several tokens a step by itself")
+        if max_drafts and info.has_states:
+            log.info("no speculation: the model has recurrent states, which cannot be taken back")
+            max_drafts = 0
+        self.max_drafts = max_drafts
+        self.sources: DraftSources = Lookups()
+        self.totals = DraftTotals(accepted_at=[0] * max_drafts) if max_drafts else None
+        self._cost, self._step_ms, self._overlap = cost, step_ms, overlap
+        # A chunk with k drafts has 1 + k samples, and a step at most as many as there are rows.
+        self._max_samples = info.max_num_sequences
+        self._is_open = True
+        self._price = 0.0  # least probability with which a draft has to be right
+        self._lengths = AcceptedLengths()
+
+    def start(self, sequence: Sequence) -> None:
+        """Gives a new sequence a source of drafts."""
+        if self.max_drafts:
+            sequence.drafts = Drafts(self.sources.of(sequence.message))
+
+    def tokens_arrived(self, sequence: Sequence, num_others: int) -> bool:
+        """Looks for drafts behind new tokens of a sequence.
+
+        Args:
+            sequence: the sequence.
+            num_others: number of other sequences that are planned while their tokens are in flight.
+
+        Returns:
+            Whether the sequence's next step should verify drafts, and is not to be planned before
+            the tokens in flight have arrived.
+        """
+        drafts, num_tokens = sequence.drafts, len(sequence.token_ids)
+        if drafts is None:
+            return False
+        drafts.source.read(sequence.token_ids)
+        drafts.proposed.clear()
+        is_closed = self._overlap and not self._is_open
+        if is_closed or self._price > drafts.rate or drafts.pauses(num_tokens):
+            return False
+        most = min(self.max_drafts, sequence.max_length - num_tokens - 1)
+        if most > 0:
+            drafts.proposed = drafts.source.propose(most)
+        if not self._pays(drafts, len(drafts.proposed), num_others):
+            drafts.proposed.clear()
+        return bool(drafts.proposed)
+
+    def choose(
+        self, ready: list[Sequence], ahead: list[Sequence], blocks: BlockManager, *, is_open: bool
+    ) -> None:
+        """Sets `Drafts.chosen` of the sequences that can be planned now.
+
+        Args:
+            ready: sequences whose last token, and token mask if they need one, have arrived.
+            ahead: sequences whose last token is in flight.
+            blocks: the KV blocks. Drafts never preempt a sequence.
+            is_open: False if the step may compute prompts, so that it has no drafts.
+        """
+        num_decodes = len(ready) + len(ahead)
+        num_left = self._max_samples - num_decodes
+        self._is_open = is_open and num_left > 0
+        load = StepLoad(num_decodes, num_decodes)
+        load.keys = sum([s.num_computed_tokens + 1 for s in ready])
+        load.keys += sum([s.num_computed_tokens + 1 for s in ahead])
+        step_ms = self._cost.predict(load)
+        load.tokens += 1
+        load.keys += load.keys // max(1, num_decodes)
+        token_ms = self._cost.predict(load) - step_ms
+        self._price = token_ms * num_decodes / step_ms if step_ms else 0.0
+        if token_ms > 0:
+            bound_ms = self._cost.bound(self._step_ms)
+            num_left = int(min(num_left, max(0.0, (bound_ms - step_ms) / token_ms)))
+        drafting: list[Drafts] = []
+        num_blocks = blocks.num_free - num_decodes
+        for sequence in ready:
+            if (drafts := sequence.drafts) is None:
+                continue
+            drafts.chosen = []
+            wanted = self._num_worthwhile(drafts) if self._is_open else 0
+            if sequence.message.token_masks:
+                wanted = min(wanted, len(sequence.draft_masks))
+            num_blocks -= -(-wanted // blocks.block_size)
+            if wanted and num_blocks >= 0 and self._pays(drafts, wanted, len(ahead)):
+                drafts.chosen = drafts.proposed[:wanted]
+                drafting.append(drafts)
+        for index, drafts in enumerate(drafting):
+            share = num_left // (len(drafting) - index)
+            del drafts.chosen[share:]
+            num_left -= len(drafts.chosen)
+
+    def verified(self, chunk: Chunk, num_matching: int, num_tokens: int) -> tuple[int, int] | None:
+        """Notes the result of a chunk with drafts, after its tokens were appended.
+
+        Args:
+            chunk: the chunk.
+            num_matching: number of leading drafts that are equal to the sampled tokens.
+            num_tokens: number of tokens that the sequence got, fewer than 1 + `num_matching` if it
+                has ended within them.
+
+        Returns:
+            Numbers of accepted and rejected drafts of the client's prediction. None if the drafts
+            are not from the prediction.
+        """
+        sequence, drafts, totals = chunk.sequence, chunk.sequence.drafts, self.totals
+        assert drafts is not None and totals is not None
+        num_accepted, num_drafts = min(num_matching, num_tokens), len(chunk.drafts)
+        totals.num_chunks += 1
+        totals.num_drafts += num_drafts
+        totals.num_accepted += num_accepted
+        for place in range(num_accepted):
+            totals.accepted_at[place] += 1
+        drafts.verified(num_matching, num_drafts, len(sequence.token_ids))
+        is_running = sequence.state is SequenceState.RUNNING
+        if is_running and sequence.message.sampling.has_penalties:
+            drafts.uncounted += sequence.token_ids[-num_tokens:]
+        self._lengths.add(num_accepted)
+        if not drafts.source.is_prediction:
+            return None
+        return num_accepted, num_drafts - num_matching
+
+    def _num_worthwhile(self, drafts: Drafts) -> int:
+        """Returns how many of a sequence's drafts are worth their time."""
+        chance = 1.0
+        for count in range(len(drafts.proposed)):
+            chance *= drafts.rate
+            if chance < self._price:
+                return count
+        return len(drafts.proposed)
+
+    def _pays(self, drafts: Drafts, num_drafts: int, num_others: int) -> bool:
+        """Returns whether a step with drafts yields enough tokens for the steps that it delays."""
+        if not self._overlap:
+            return True
+        least = _LEAST_AMONG_OTHERS if num_others else _LEAST_ALONE
+        return drafts.expected_tokens(num_drafts) >= least

@@ -1,0 +1,113 @@
+"""Drafts from the sequence's own text and from the client's prediction."""
+
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.decoder.engine.schedule.lookup import MIN_MATCH, NO_TOKEN, PromptLookup
+
+
+def ids(*numbers: int) -> "array[int]":
+    return array("i", numbers)
+
+
+def lookup(text: "array[int]", prediction: "array[int] | None" = None) -> PromptLookup:
+    return PromptLookup(text, prediction or ids())
+
+
+def test_drafts_are_what_followed_the_last_tokens_before() -> None:
+    found = lookup(ids(1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3))
+    assert found.propose(3) == [4, 5, 6]
+    assert lookup(ids(1, 2, 3, 4, 9, 2, 3)).propose(3) == []  # two tokens are too few
+
+
+def test_the_place_moves_on_with_accepted_tokens_and_is_left_at_another_token() -> None:
+    text = ids(1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3)
+    found = lookup(text)
+    assert found.propose(2) == [4, 5]
+    text.extend((4, 5, 6))
+    found.read(text)
+    assert found.propose(2) == [7, 8]
+    text.append(50)
+    found.read(text)
+    assert found.propose(2) == []
+
+
+def test_of_several_places_the_one_with_the_longest_equal_text_is_chosen() -> None:
+    text = ids(9, 1, 2, 3, 4, 5, 8, 1, 2, 3, 6, 6, 9, 1, 2, 3)
+    assert lookup(text).propose(1) == [4]
+    assert lookup(text[1:]).propose(1) == [6]  # of two equal ones, the last
+
+
+def test_what_repeats_itself_goes_on() -> None:
+    assert lookup(ids(5, 6, 7, 5, 6, 7)).propose(7) == [5, 6, 7, 5, 6, 7, 5]
+    assert lookup(ids(4, 4, 4, 4)).propose(3) == [4, 4, 4]
+
+
+def test_an_image_is_never_proposed_and_never_matches() -> None:
+    text = ids(1, 2, 3, 4, NO_TOKEN, NO_TOKEN, NO_TOKEN, 9, 1, 2, 3)
+    assert lookup(text).propose(5) == [4]
+    assert lookup(ids(*[NO_TOKEN] * 5, 7, *[NO_TOKEN] * 3)).propose(3) == []
+
+
+def test_a_prediction_is_copied_from_its_start_and_found_again_behind_a_change() -> None:
+    text = ids(70, 71)
+    found = lookup(text, ids(1, 2, 3, 4, 5, 6, 7, 8, 9))
+    assert found.propose(4) == [1, 2, 3, 4] and found.is_prediction
+    text.extend((1, 2, 30, 31))
+    found.read(text)
+    assert found.propose(4) == []
+    text.extend((5, 6, 7))
+    found.read(text)
+    assert found.propose(4) == [8, 9] and found.is_prediction
+    text.extend((8, 9, 99))
+    found.read(text)
+    assert found.propose(4) == [] and not found.is_prediction
+
+
+@settings(deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 3), max_size=40),
+    answer=st.lists(st.integers(0, 3), max_size=40),
+    prediction=st.lists(st.integers(0, 3), max_size=20),
+    most=st.integers(1, 6),
+)
+def test_each_draft_continues_some_equal_text(
+    prompt: list[int], answer: list[int], prediction: list[int], most: int
+) -> None:
+    """By exhaustive search; a missing draft means that no text is equal."""
+    text = array("i", prompt)
+    found = PromptLookup(text[:], array("i", prediction))
+    follows = bool(prediction)  # the answer has begun as the prediction
+    for number, token_id in enumerate(answer):
+        text.append(token_id)
+        found.read(text)
+        follows = follows and prediction[: number + 1] == answer[: number + 1]
+        drafts = found.propose(most)
+        assert len(drafts) <= most
+        last = text.tolist()
+        if follows and number + 1 < len(prediction):
+            assert drafts == prediction[number + 1 : number + 1 + most]
+            continue
+        places = [
+            (source, place)
+            for source in (prediction, last)
+            for place in range(MIN_MATCH, len(source))
+            if source[place - MIN_MATCH : place] == last[-MIN_MATCH:] and len(last) >= MIN_MATCH
+        ]
+        assert bool(drafts) == bool(places)
+        if drafts:
+            continued = [(source + drafts)[place : place + len(drafts)] for source, place in places]
+            assert drafts in continued
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3])
+def test_short_texts_have_no_drafts(length: int) -> None:
+    assert lookup(ids(*range(length))).propose(4) == []
+
+
+def test_large_ids_do_not_collide() -> None:
+    big = 262_143
+    assert lookup(ids(big, big - 1, big - 2, 5, 7, big, big - 1, big - 2)).propose(2) == [5, 7]
