@@ -146,7 +146,7 @@ def _print(name: str, found: Run, plain: Run) -> None:
 
 def main() -> None:
     """Measures what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Time of tokens with and without drafts.")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--dtype", default="auto")

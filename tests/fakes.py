@@ -250,6 +250,7 @@ class FakeDecoder(_FakeServer):
         die_after: break the stream after as many tokens of a sequence.
         leave_after: after as many, say that another decoder should continue it.
         vector_of: what a decoder of a model for search makes of a prompt's token ids.
+        predicted: numbers of accepted and rejected tokens of the prediction, with each event.
         submits: all that came; `running` are those not ended; `cancelled` were by the gateway.
     """
 
@@ -276,6 +277,7 @@ class FakeDecoder(_FakeServer):
         self.load: decoder_pb2.LoadResponse | None = decoder_pb2.LoadResponse(num_blocks=1024)
         self.tokens_per_event = 1
         self.delay_s = 0.0
+        self.predicted = 0, 0
         self.before: Callable[[decoder_pb2.Submit], Awaitable[None]] | None = None
         self.before_tokens: Callable[[decoder_pb2.Submit], Awaitable[None]] | None = None
         self.fail_encoder_address = ""
@@ -366,6 +368,8 @@ class FakeDecoder(_FakeServer):
                     sequence_id=sequence_id,
                     token_ids=ids,
                     logprobs=logprobs if sampling.HasField("top_logprobs") else [],
+                    accepted_tokens=self.predicted[0],
+                    rejected_tokens=self.predicted[1],
                 )
                 if self.vector_of is not None:
                     found = self.vector_of(np.frombuffer(submit.prompt_token_ids, "<i4"))

@@ -24,6 +24,7 @@ from triptych.options import (
     LOOPBACK,
     ServeOptions,
 )
+from triptych.speculation_options import add_speculation_options
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 # Options of vLLM that do not exist here, each with the hint that the error message gives.
@@ -349,19 +350,7 @@ def _add_card_options(serve: argparse.ArgumentParser) -> None:
         help="Largest number of sequences that a decoder runs at a time. Defaults to 256 on a GPU "
         "and 64 on a CPU.",
     )
-    cards(
-        "--speculation",
-        choices=("auto", "off", "lookup"),
-        help="Verify several guessed tokens in one step, which changes no answer. lookup copies "
-        "the guesses from the request's own text and from its prediction. auto is lookup on a CPU "
-        "and off on a GPU. Defaults to off.",
-    )
-    cards(
-        "--speculation-tokens",
-        type=_count,
-        metavar="N",
-        help="Largest number of guessed tokens of a sequence in a step, up to 32. Defaults to 8.",
-    )
+    add_speculation_options(cards)
     cards(
         "--layout",
         default="auto",

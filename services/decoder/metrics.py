@@ -131,8 +131,7 @@ class DecoderMetrics(Collector):
         for kernel, total in self.kernel_calls.items():
             calls.add_metric(kernel.split("=", 1), total)
         yield calls
-        if self._stats.drafts is not None:
-            yield from self._drafts(self._stats.drafts)
+        yield from self._drafts(self._stats.drafts or DraftTotals())
 
     def _drafts(self, totals: DraftTotals) -> Iterator[Metric]:
         """Exports the totals of drafts, under own names and under vLLM's."""

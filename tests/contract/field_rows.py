@@ -74,8 +74,8 @@ _GENERATION: dict[str, object] = {
 _HINTS: dict[str, object] = {
     "user": "u", "metadata": {"a": "b"}, "store": True, "safety_identifier": "x",
     "service_tier": "auto", "prompt_cache_key": "k", "prompt_cache_retention": "24h",
-    "prompt_cache_options": {"x": 1}, "prediction": {"type": "content", "content": "x"},
-    "request_id": "r", "session_id": "s", "client_metadata": {"a": "b"},
+    "prompt_cache_options": {"x": 1}, "request_id": "r", "session_id": "s",
+    "client_metadata": {"a": "b"},
     "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "best_of": 1,
     "spaces_between_special_tokens": True, "watermarking": False, "detokenize": True,
     "return_weight_versions": False, "routed_experts_prompt_start": 0, "stream_interval": 1,
@@ -107,6 +107,7 @@ _CHAT_ROWS = [
         "tool_choice": "none", "parallel_tool_calls": False, "include_reasoning": False,
         "chat_template_kwargs": {}, "add_generation_prompt": True, "include_stage_times": True,
         "mm_processor_kwargs": {"fps": 1.5, "cap_pixels_per_frame": True}, "echo": True,
+        "prediction": {"type": "content", "content": "x"},
         "stream": False, "stream_options": None, "min_pixels": None,
         "media_io_kwargs": {"video": {"num_frames": -1}},
     }),
@@ -394,6 +395,7 @@ _MESSAGE_ROWS = [
 ROWS = [
     *(row for path in (CHAT, TEXT) for row in _rows(path, _GENERATION)),
     *(row for path in (CHAT, TEXT) for row in _rows(path, _HINTS, hint=True)),
+    *_rows(TEXT, {"prediction": {"type": "content", "content": "x"}}, hint=True),
     *(row for path in (CHAT, TEXT) for row in _refused(path, _REFUSED)),
     *_CHAT_ROWS, *_TEXT_ROWS, *_RESPONSE_ROWS, *_MESSAGE_ROWS,
 ]  # fmt: skip

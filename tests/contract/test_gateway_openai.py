@@ -13,10 +13,12 @@ import numpy as np
 import openai
 import pytest
 from prometheus_client import generate_latest
+from tokenizers import Tokenizer
 
 from tests.gateway_fixtures import asking, image_url
 from tests.gateway_stack import MODEL
 from tests.noise import PATIENCE_S, least
+from tests.tiny_tokenizer import tokenizer_json
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -47,6 +49,31 @@ def test_answer(client):
     assert answer.usage.completion_tokens == 5
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 5
     assert answer.usage.prompt_tokens_details.cached_tokens == 7
+
+
+def test_a_prediction_is_sent_and_its_tokens_are_counted(client, stack):
+    decoder = stack.decoders[0]
+    given = {"type": "content", "content": [{"type": "text", "text": "A red "}] * 2}
+    answer = client.chat.completions.create(model=MODEL, messages=HELLO, prediction=given)
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+    ids = np.frombuffer(decoder.submits[-1].prediction, "<i4").tolist()
+    assert Tokenizer.from_str(tokenizer_json()).decode(ids) == "A red A red "
+    decoder.predicted = 2, 1
+    given["content"] = "A red circle."
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, prediction=given, max_tokens=3
+    )
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 3)
+    assert len(decoder.submits[-1].prediction) == 4 * 3  # no more than the answer can have
+    answer = client.chat.completions.create(model=MODEL, messages=HELLO)
+    assert answer.usage.completion_tokens_details is None
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            model=MODEL, messages=HELLO, prediction={"type": "content", "content": 5}
+        )
+    assert refused.value.param == "prediction.content"
 
 
 def test_answer_about_images(client):

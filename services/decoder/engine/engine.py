@@ -268,7 +268,7 @@ class Engine:
         """Returns the new tokens of all unfinished sequences with token masks. The mask processes
         need them to compute the next masks.
         """
-        tokens, has_drafts = NewTokens([], [], [], []), False
+        tokens = NewTokens([], [], [], [])
         for event in events:
             sequence = self.find(event.sequence_id)
             if sequence is not None and sequence.message.token_masks and event.token_ids:
@@ -276,9 +276,6 @@ class Engine:
                 tokens.token_ids.append(event.token_ids)
                 tokens.num_generated.append(sequence.num_generated)
                 tokens.drafts.append(sequence.known_drafts)
-                has_drafts |= bool(tokens.drafts[-1])
-        if not has_drafts:
-            tokens.drafts = []
         return tokens
 
     def stats(self) -> EngineStats:

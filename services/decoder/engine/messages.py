@@ -406,8 +406,8 @@ class NewTokens(msgspec.Struct, tag="tokens"):
         sequence_ids: ids of the sequences with masks that have not ended.
         token_ids: new tokens of each sequence.
         num_generated: number of completion tokens of each sequence, with the new tokens.
-        drafts: drafts behind the new tokens of each sequence, for which masks are wanted, too.
-            Empty if no sequence has drafts.
+        drafts: drafts behind the new tokens of each sequence, for which masks are wanted, too. The
+            front, which knows no drafts, leaves the list empty.
     """
 
     sequence_ids: list[int]

@@ -6,8 +6,29 @@ from typing import cast
 from prometheus_client import CollectorRegistry, generate_latest
 
 from services.common.process.engine_process import EngineProcess
-from services.decoder.engine.messages import EngineStats
+from services.decoder.engine.messages import DraftTotals, EngineStats
 from services.decoder.metrics import MAX_SILENCE_S, DecoderMetrics
+
+
+def test_drafts_are_exported_under_own_names_and_vllms() -> None:
+    registry = CollectorRegistry()
+    metrics = DecoderMetrics(registry)
+    metrics.model_name = "tiny"
+    value, name = registry.get_sample_value, {"model_name": "tiny"}
+    assert value("triptych_decoder_drafted_tokens_total") == 0
+    drafts = DraftTotals(3, 7, 4, [3, 1])
+    metrics.engine_step(EngineStats(0, 0, 1, 1, 0, 0, 0, 0, drafts=drafts), 0)
+    for own, twin, expected in (
+        ("draft_verifications", "num_drafts", 3),
+        ("drafted_tokens", "num_draft_tokens", 7),
+        ("accepted_drafts", "num_accepted_tokens", 4),
+    ):
+        assert value(f"triptych_decoder_{own}_total") == expected
+        assert value(f"vllm:spec_decode_{twin}_total", name) == expected
+    for place, count in (("0", 3), ("1", 1)):
+        at = {"position": place}
+        assert value("triptych_decoder_accepted_drafts_at_total", at) == count
+        assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", name | at) == count
 
 
 def test_gauges_of_a_silent_engine_are_left_out_until_it_speaks() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.decoder.engine.schedule.chunk import Chunk, counts_of
+from services.decoder.engine.schedule.chunk import Chunk, counts_of, known_tokens
 from services.decoder.engine.schedule.sequence import Sequence
 from services.decoder.engine.schedule.step_cost import StepLoad
 from services.decoder.engine.step import (
@@ -80,7 +80,7 @@ class Batch:
         compute.has_drafts = self.num_drafts > 0
         sample = SampleStep()
         if known := chunks[num_from_device:]:
-            compute.token_ids, compute.positions = _known_tokens(known)
+            compute.token_ids, compute.positions = known_tokens(known)
             compute.state_saves = _state_saves(known, num_from_device)
             if any(chunk.sequence.message.images for chunk in known):
                 compute.images = _image_runs(known, num_from_device)
@@ -168,42 +168,6 @@ def _state_saves(chunks: list[Chunk], first: int) -> Int64Array | None:
         saves += [(first + tokens - 1 - chunk.start, slot) for tokens, slot in chunk.checkpoints]
         first += chunk.length
     return np.array(saves, np.int64) if saves else None
-
-
-def _known_tokens(chunks: list[Chunk]) -> tuple[Int32Array, Int32Array]:
-    """Returns the ids `[K]` and the positions `[3, K]` of the chunks' tokens, chunk by chunk."""
-    if len(chunks) == 1:
-        (chunk,) = chunks
-        token_ids = chunk.token_ids
-        positions = np.empty((3, chunk.length), np.int32)
-        _fill_positions(chunk, positions)
-        return np.frombuffer(token_ids, np.int32), positions
-    num_tokens = sum([chunk.length for chunk in chunks])
-    token_ids = np.empty(num_tokens, np.int32)
-    positions = np.empty((3, num_tokens), np.int32)
-    first = 0
-    for chunk in chunks:
-        end = first + chunk.length
-        token_ids[first:end] = chunk.token_ids
-        _fill_positions(chunk, positions[:, first:end])
-        first = end
-    return token_ids, positions
-
-
-def _fill_positions(chunk: Chunk, positions: Int32Array) -> None:
-    """Writes the positions `[3, length]` of a chunk's tokens."""
-    sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.length
-    num_prompt = max(0, min(end, sequence.num_prompt_tokens) - start)
-    if num_prompt:
-        given = sequence.positions
-        positions[:, :num_prompt] = (
-            np.arange(start, start + num_prompt)
-            if given is None
-            else given[:, start : start + num_prompt]
-        )
-    if num_prompt < chunk.length:  # completion tokens
-        delta = sequence.message.position_delta
-        positions[:, num_prompt:] = np.arange(start + num_prompt + delta, end + delta)
 
 
 def _image_runs(chunks: list[Chunk], first: int) -> Int64Array:

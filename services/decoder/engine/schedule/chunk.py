@@ -142,3 +142,39 @@ def counts_of(samples: list[Chunk]) -> DraftCounts | None:
         return None
     pairs = [np.array(found, np.int64).reshape(-1, 2) for found in (accepted, assumed)]
     return DraftCounts(pairs[0], pairs[1], np.array(skipped, np.int64))
+
+
+def known_tokens(chunks: list[Chunk]) -> tuple[Int32Array, Int32Array]:
+    """Returns the ids `[K]` and the positions `[3, K]` of the chunks' tokens, chunk by chunk."""
+    if len(chunks) == 1:
+        (chunk,) = chunks
+        token_ids = chunk.token_ids
+        positions = np.empty((3, chunk.length), np.int32)
+        _fill_positions(chunk, positions)
+        return np.frombuffer(token_ids, np.int32), positions
+    num_tokens = sum([chunk.length for chunk in chunks])
+    token_ids = np.empty(num_tokens, np.int32)
+    positions = np.empty((3, num_tokens), np.int32)
+    first = 0
+    for chunk in chunks:
+        end = first + chunk.length
+        token_ids[first:end] = chunk.token_ids
+        _fill_positions(chunk, positions[:, first:end])
+        first = end
+    return token_ids, positions
+
+
+def _fill_positions(chunk: Chunk, positions: Int32Array) -> None:
+    """Writes the positions `[3, length]` of a chunk's tokens."""
+    sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.length
+    num_prompt = max(0, min(end, sequence.num_prompt_tokens) - start)
+    if num_prompt:
+        given = sequence.positions
+        positions[:, :num_prompt] = (
+            np.arange(start, start + num_prompt)
+            if given is None
+            else given[:, start : start + num_prompt]
+        )
+    if num_prompt < chunk.length:  # completion tokens
+        delta = sequence.message.position_delta
+        positions[:, num_prompt:] = np.arange(start + num_prompt + delta, end + delta)
