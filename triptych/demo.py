@@ -6,6 +6,7 @@ encoded again. The exit status is 1 if it was, or if a question was not answered
 
 import asyncio
 import json
+import shutil
 import signal
 import sys
 import time
@@ -189,4 +190,12 @@ def _conclude(console: Console, totals: Totals, elapsed_s: float) -> None:
     if totals.repeat_encodes:
         console.print("[red]an image or clip with a cached embedding was encoded again[/]")
     else:
-        console.print("Serve it yourself: [cyan]triptych serve[/], then open the chat page.")
+        console.print(f"Serve it yourself: [cyan]{_program()} serve[/], then open the chat page.")
+
+
+def _program() -> str:
+    """Returns how the user can call the program, whose environment may not be active."""
+    own = Path(sys.executable).with_name("triptych")
+    if not own.exists() or shutil.which("triptych") == str(own):
+        return "triptych"
+    return str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own)

@@ -1,6 +1,7 @@
 """Chooses the ports of a stack before the processes that listen on them start."""
 
 import contextlib
+import errno
 import itertools
 import os
 import random
@@ -65,7 +66,10 @@ class Ports:
             held.listen()  # without it, another process could bind the port as well
         except OSError as error:
             held.close()
-            raise StackError(f"cannot listen on {host}:{port}: {error.strerror}", 2) from error
+            problem = f"cannot listen on {host}:{port}: {error.strerror}"
+            if error.errno == errno.EADDRINUSE:
+                problem += "; choose another port with --port"
+            raise StackError(problem, 2) from error
         self._held.append(held)
         return port
 

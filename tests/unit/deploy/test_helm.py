@@ -253,3 +253,9 @@ def test_each_example_is_compared() -> None:
     assert names == {choice.file for choice in CHOICES.values()} - {None}
     readme = (CHART.parent / "README.md").read_text()
     assert all(f"`{name}.yaml`" in readme for name in names)
+
+
+@pytest.mark.parametrize("flag", ["--set", "--set-string"])
+def test_a_generation_of_cards_may_be_a_number(flag: str) -> None:
+    done = helm("template", str(CHART), flag, "gpu.computeMajor={8,9}")
+    assert 'values: ["8","9"]' in done.stdout, done.stderr

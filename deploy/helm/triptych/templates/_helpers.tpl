@@ -64,12 +64,14 @@ capabilities: {drop: [ALL]}
 {{- if gt (int (.values.gpus | default 0)) 0 }}
 {{- $selector = merge (dict) $selector $gpu.nodeSelector }}
 {{- with $gpu.computeMajor }}
+{{- $majors := list }}
+{{- range . }}{{ $majors = append $majors (toString .) }}{{ end }}
 affinity:
   nodeAffinity:
     requiredDuringSchedulingIgnoredDuringExecution:
       nodeSelectorTerms:
         - matchExpressions:
-            - {key: nvidia.com/gpu.compute.major, operator: In, values: {{ toJson . }}}
+            - {key: nvidia.com/gpu.compute.major, operator: In, values: {{ toJson $majors }}}
 {{- end }}
 {{- with $gpu.tolerations }}
 tolerations: {{ toYaml . | nindent 2 }}
