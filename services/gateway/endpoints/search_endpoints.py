@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
 from services.common.errors import InvalidRequest, TriptychError
 from services.common.model_spec import Task
 from services.gateway.endpoints.request_context import RequestContext, now, renamed
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import ChatRequest, Part
+from services.gateway.forms.responses import encode_json
 from services.gateway.forms.search import (
     Embedding,
     EmbeddingList,
@@ -43,6 +44,8 @@ from services.gateway.tenancy.quota import SEQUENCES
 
 # Most prompts of a request that run at a time.
 _MAX_RUNNING = 128
+# Bytes that a number of a vector takes: as float32, and twice in the answer, as JSON or base64.
+_JSON_BYTES, _BASE64_BYTES = 52, 16
 _NAMED = ("video", "image", "text")  # fields of a `SearchItem`, in the order of its parts
 _REMEDIES: Mapping[Task, str] = {
     "generate": "it generates text: POST /v1/chat/completions",
@@ -168,14 +171,22 @@ async def embeddings(search: SearchService, context: RequestContext, body: Body)
         )
     with context.timings.measure("tokenize"):
         prompts = await _embedding_prompts(search, request)
+    as_text = request.encoding_format == "base64"
+    num_values = len(prompts) * (request.dimensions or width)
+    context.slot.memory.add(num_values * (_BASE64_BYTES if as_text else _JSON_BYTES))
     runs = _Runs(search, context, request)
     vectors = await runs.results(prompts)
-    as_text = request.encoding_format == "base64"
     data: list[Embedding] = []
     for index, vector in enumerate(vectors):
         unit = _normalized(vector[: request.dimensions])
-        shown = base64.b64encode(unit.tobytes()).decode() if as_text else unit.tolist()
+        shown: Any
+        if as_text:
+            shown = base64.b64encode(unit.tobytes()).decode()
+        else:
+            # As JSON, a vector takes a quarter of the memory that its Python numbers take.
+            shown = Raw(encode_json(unit.tolist()))
         data.append(Embedding(index, shown, truncated=runs.was_cut(index)))
+        await asyncio.sleep(0)  # Each vector takes up to a millisecond; other requests have a turn.
     name = context.service.model_name
     answer = EmbeddingList(f"embd-{context.answer_id}", now(), name, data, runs.usage())
     await context.exchange.write_json(answer)

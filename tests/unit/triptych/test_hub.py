@@ -19,7 +19,9 @@ SHA = {"main": "a" * 40, "v2": "b" * 40}
 # The weights are more than two of the pieces that the client writes.
 FILES = {
     "config.json": b"{}", "model.safetensors": bytes(range(256)) * (24 << 12), "x.bin": b"no",
-    "consolidated.safetensors": b"no",
+    "consolidated.safetensors": b"no", "onnx/config.json": b"no",
+    "README.md": b"---\npipeline_tag: text-ranking\n---\n", "1_Pooling/config.json": b'{"a": 1}',
+    "2_Dense/model.safetensors": b"no",
 }  # fmt: skip
 CODE = """
 import sys
@@ -64,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
                 for n, b in FILES.items()
             ]
             return self.reply(json.dumps(tree).encode())
-        name, sha = path.rsplit("/", 1)[1], path.split("/")[-2]
+        sha, _, name = path.partition("/resolve/")[2].partition("/")
         if name not in FILES:  # what the client asks besides the model
             return self.reply(b"{}", 404)
         body = FILES[name]
@@ -115,7 +117,11 @@ def test_download_then_cache_then_offline(hub: _Hub, tmp_path: Path) -> None:
     assert name == "org/tiny"
     for file in ("config.json", "model.safetensors"):
         assert (Path(directory) / file).read_bytes() == FILES[file]
-    assert {path.name for path in Path(directory).iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in Path(directory).iterdir()} == {
+        "config.json", "model.safetensors", "README.md", "1_Pooling",
+    }  # fmt: skip
+    file = "1_Pooling/config.json"
+    assert (Path(directory) / file).read_bytes() == FILES[file]
     count = len(hub.gets)
     assert resolve(hub, tmp_path).split()[0] == directory
     assert resolve(hub, tmp_path, HF_HUB_OFFLINE="1").split()[0] == directory
@@ -135,7 +141,9 @@ def test_the_job_that_fills_a_volume_downloads_the_same(hub: _Hub, tmp_path: Pat
     }  # fmt: skip
     subprocess.run([*container["command"], script], env=environment, check=True, timeout=100)
     names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
-    assert names - {".cache"} == {".complete", "config.json", "model.safetensors"}
+    assert names - {".cache"} == {
+        ".complete", "config.json", "model.safetensors", "README.md", "1_Pooling",
+    }  # fmt: skip
 
 
 def test_a_revision_is_served_or_refused(hub: _Hub, tmp_path: Path) -> None:

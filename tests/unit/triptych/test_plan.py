@@ -94,6 +94,21 @@ def test_quantization_is_the_decoders(model: Path) -> None:
         read_model(model, "int4")
 
 
+def test_a_named_task_is_that_of_gateway_and_decoder(model: Path) -> None:
+    made = plan(model, task="embed")
+    found = {
+        child.name: {n: v for n, v in child.environment.items() if n.endswith("_TASK")}
+        for child in made.children
+    }
+    assert found == {
+        "encoder-0": {}, "decoder-0": {"DECODER_TASK": "embed"},
+        "gateway": {"GATEWAY_TASK": "embed"},
+    }  # fmt: skip
+    assert read_model(model, task="embed").task == "embed"
+    with pytest.raises(StackError, match='needs the tokens "yes" and "no"'):
+        read_model(model, task="rank")
+
+
 def test_the_gateway_is_given_the_ports_of_the_engines(model: Path) -> None:
     made = {child.name: child.environment for child in plan(model).children}
     for kind in ("encoder", "decoder"):
