@@ -1,7 +1,7 @@
 """What to use instead of fields of older APIs and of kinds of content that are not served.
 
-The names are those that clients of earlier vLLM, of OpenAI's first chat API, of Ollama and of
-Hugging Face's servers send.
+The names are those that clients of earlier vLLM, of OpenAI's first chat API, of Ollama, SGLang,
+llama.cpp and Hugging Face's servers send.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,11 +16,17 @@ _FIELDS: Mapping[str, tuple[str, str]] = {
     "guided_grammar": (_STRUCTURED, '{"grammar": GRAMMAR}'),
     "guided_decoding_backend": (_STRUCTURED, "which needs no choice of a backend"),
     "guided_whitespace_pattern": (_STRUCTURED, "which has no pattern for white space"),
+    "regex": (_STRUCTURED, '{"regex": EXPRESSION}'),
+    "ebnf": (_STRUCTURED, '{"grammar": GRAMMAR}'),
+    "grammar": (_STRUCTURED, '{"grammar": GRAMMAR}'),
+    "json_schema": (_STRUCTURED, '{"json": SCHEMA}'),
     "functions": ("tools", '[{"type": "function", "function": FUNCTION}, ...]'),
     "function_call": ("tool_choice", '{"type": "function", "function": {"name": NAME}}'),
     "max_new_tokens": ("max_tokens", "NUMBER"),
     "max_output_tokens": ("max_tokens", "NUMBER"),
     "num_predict": ("max_tokens", "NUMBER"),
+    "n_predict": ("max_tokens", "NUMBER"),
+    "min_new_tokens": ("min_tokens", "NUMBER"),
     "repeat_penalty": ("repetition_penalty", "NUMBER"),
     "stop_sequences": ("stop", "[TEXT, ...]"),
     "images": ("messages", "in whose content an image is a part of type image_url"),

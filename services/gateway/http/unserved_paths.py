@@ -31,6 +31,14 @@ _REASONS = {
     "/threads": "the Assistants API is not served: use /v1/responses",
     "/batches": f"batches are not served: {_CHAT}, several at a time",
     "/files": "files are not served: images and videos are uploaded to /v1/media",
+    **dict.fromkeys(
+        ("/completion", "/infill", "/slots", "/props", "/apply-template"),
+        f"llama.cpp's own API is not served: {_CHAT} or texts to /v1/completions",
+    ),
+    **dict.fromkeys(
+        ("/generate", "/generate_stream", "/get_model_info", "/get_server_info"),
+        f"SGLang's own API is not served: {_CHAT} or texts to /v1/completions",
+    ),
     "/load_lora_adapter": "LoRA is not served",
     "/unload_lora_adapter": "LoRA is not served",
 }

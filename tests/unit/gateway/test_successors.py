@@ -30,6 +30,12 @@ def refused(kind: type, **fields: object) -> InvalidRequest:
         ("functions", [{"name": "f"}], "functions is not supported; use tools: ["),
         ("function_call", {"name": "f"}, "; use tool_choice: {"),
         ("num_predict", 4, "; use max_tokens: NUMBER"),
+        ("regex", "a+", '; use structured_outputs: {"regex": EXPRESSION}'),
+        ("ebnf", "root ::= 1", '; use structured_outputs: {"grammar": GRAMMAR}'),
+        ("grammar", "root ::= 1", '; use structured_outputs: {"grammar": GRAMMAR}'),
+        ("json_schema", {"type": "object"}, '; use structured_outputs: {"json": SCHEMA}'),
+        ("n_predict", 4, "; use max_tokens: NUMBER"),
+        ("min_new_tokens", 4, "; use min_tokens: NUMBER"),
         ("images", ["aGk="], "; use messages, in whose content an image is a part"),
     ],
 )
