@@ -141,7 +141,7 @@ clients: system-runtime $(DEV) ## clients that others wrote: docs/clients.md
 	@$(BIN)/python tests/clients/run.py $(ARGS)
 
 .PHONY: peers
-peers: $(DEV) ## vLLM's server tests against a scripted model: docs/clients.md
+peers: $(DEV) ## server tests of vLLM, SGLang and llama.cpp: docs/clients.md
 	@$(BIN)/python tests/peers/run.py $(ARGS)
 
 .PHONY: test-gpu

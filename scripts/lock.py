@@ -28,7 +28,7 @@ SERVE_LOCK = _ROOT / "deploy" / "requirements.lock"
 SERVE_EXTRAS = (*SERVICES, "cli", "tracing")
 DEV_LOCK = _ROOT / "requirements-dev.lock"
 _PYTHON = "3.12"  # the images'
-_DEV_PYTHONS = ("3.11", "3.12")
+_DEV_PYTHONS = ("3.11", "3.12", "3.13")
 _MACHINES = ("x86_64", "aarch64")
 # The wheels' manylinux versions that the images' glibc (2.36) can run.
 _GLIBCS = (

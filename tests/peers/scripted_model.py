@@ -116,12 +116,22 @@ def _relates(tools: Sequence[dict[str, Any]], asked: str) -> bool:
 
 
 def _score(tool: dict[str, Any], asked: str) -> int:
-    """Words of the function's name that the question has; those of its description count less."""
+    """Returns how many words of the function's name the question has; words of its description and
+    values of its arguments count less, and so does a sum for a function of two numbers.
+    """
     words = {word for word in re.findall(r"[a-z]{4,}", asked.lower())}
     name = set(re.split(r"[_.\W]+", tool["name"].lower()))
     about = set(re.findall(r"[a-z]{4,}", (tool.get("description") or "").lower()))
     named = sum(1 for word in name if len(word) > 3 and word in words)
-    return 4 * named + (1 if len(about & words) > 1 else 0)
+    arguments = [
+        each
+        for each in ((tool.get("parameters") or {}).get("properties") or {}).values()
+        if isinstance(each, dict)
+    ]
+    values = {str(value) for each in arguments for value in each.get("enum") or ()}
+    numbers = sum(each.get("type") in ("integer", "number") for each in arguments)
+    less = (len(about & words) > 1, values & words, numbers > 1 and _SUM.search(asked))
+    return 4 * named + sum(map(bool, less))
 
 
 def _calls(tools: Sequence[dict[str, Any]], asked: str, number: int) -> Iterator[str]:
