@@ -25,7 +25,11 @@ def docs(page: Page, stack: GatewayStack) -> Page:
 
 
 def status_of(title: str) -> int:
-    """That an example's answer has: the response or the file that it names is nobody's."""
+    """That an example's answer has: the response or the file that it names is nobody's, and the
+    model of the stack generates text, so that the endpoints of models for search refuse it.
+    """
+    if title.rpartition("/")[2] in ("embeddings", "rerank", "score"):
+        return 400
     return 404 if "/v1/responses/{name}" in title or "/v1/media/{name}" in title else 200
 
 
@@ -108,7 +112,7 @@ def test_fields_are_folded_into_their_endpoint(docs: Page) -> None:
 def test_the_list_of_endpoints_leads_to_each(docs: Page) -> None:
     names = docs.evaluate("[...document.querySelectorAll('#endpoints a')].map(a => a.textContent)")
     assert names == [" ".join(operation) for operation in OPERATIONS]
-    docs.evaluate("document.querySelector('#endpoints li:nth-of-type(9) a').click()")
+    docs.evaluate("document.querySelector('#endpoints a[href=\"#listModels\"]').click()")
     docs.wait_for("document.getElementById('listModels').getBoundingClientRect().top < 100")
 
 

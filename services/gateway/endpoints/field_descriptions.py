@@ -162,6 +162,7 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "max_pixels": "Upper limit of the pixels of each resized image, within the model's range.",
         "tools": "Functions that the model may call.",
         "tool_choice": "Restriction on calls: `none`, `auto`, `required`, the name of a function, or some allowed functions.",
+        "prediction": "Text that most of the answer is expected to repeat. It can make the answer faster, and never changes it.",
         "reasoning_effort": "How much the model reasons, if its chat template knows that. `none` turns reasoning off.",
         "enable_thinking": "Alibaba's name of `chat_template_kwargs.enable_thinking`.",
         "think": "Ollama's name of `chat_template_kwargs.enable_thinking`, or an effort.",
@@ -200,6 +201,7 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "num_frames": "Number of frames to sample: one number, or one for each video; -1 takes all.",
     },
     "MediaOptions": {"video": "Options for all videos of the request."},
+    "Prediction": {"content": "The predicted text, whole or in parts."},
     "ToolCall": {"id": "Id of the call, which the message with the result repeats.", "function": "The function and its arguments."},
     "FunctionCall": {"arguments": "JSON text of an object. Null and an empty text are `{}`."},
     "Tool": {"function": "The function."},
@@ -262,7 +264,11 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "times": "Time of each pair of frames in seconds, as written in the prompt.",
         "cap_pixels_per_frame": "True if the limit of 768 tokens per frame applied.",
     },
-    "CompletionTokensDetails": {"reasoning_tokens": "Number of tokens of the reasoning, with its tags."},
+    "CompletionTokensDetails": {
+        "reasoning_tokens": "Number of tokens of the reasoning, with its tags.",
+        "accepted_prediction_tokens": "Number of tokens of the request's prediction that equal the answer's.",
+        "rejected_prediction_tokens": "Number of tokens of the request's prediction that were compared with the answer's and differ.",
+    },
     "PromptLogprob": {
         "rank": "Rank of the token among all tokens. 1 is the most likely token.",
         "decoded_token": "Text of the token.",
