@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.common.clock import Clock
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
@@ -73,7 +74,7 @@ class Run(NamedTuple):
     num_accepted: int
 
 
-def run(engine: Engine, prompts: Seq[Seq[int]], num_tokens: int) -> Run:
+def run(engine: Engine, prompts: Seq[Seq[int]], num_tokens: int, clock: Clock) -> Run:
     """Runs greedy sequences from beginning to end. Time counts from the last first token on."""
     answers: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
     for number, ids in enumerate(prompts):
@@ -86,9 +87,9 @@ def run(engine: Engine, prompts: Seq[Seq[int]], num_tokens: int) -> Run:
         for event in done.events if done is not None else ():
             answers[event.sequence_id] += event.token_ids
             if event.end is not None:
-                times.append(time.perf_counter())
+                times.append(clock())
         if not began and all(answers.values()):
-            began, first_steps = time.perf_counter(), engine.stats().num_steps
+            began, first_steps = clock(), engine.stats().num_steps
             before = sum(map(len, answers.values()))
     after = sum(map(len, answers.values()))
     ms = 1e3 * (statistics.mean(times) - began) * len(prompts) / max(1, after - before)
@@ -112,23 +113,29 @@ def prompts_of(options: argparse.Namespace, vocab_size: int, count: int) -> list
 def measure(options: argparse.Namespace, runner: ModelRunner, count: int) -> None:
     """Prints the rows of one batch size."""
     info, overlap = runner.info, runner.info.on_gpu
+    clock = time.process_time if options.cpu_time else time.perf_counter
     prompts = prompts_of(options, info.vocab_size, count)
 
     def engine(max_drafts: int) -> Engine:
-        cost = measured_cost(runner, 0.4, _STEP_MS)
+        cost = measured_cost(runner, 0.4, _STEP_MS, clock)
         return Engine(
-            runner, overlap=overlap, step_ms=_STEP_MS, step_cost=cost, max_drafts=max_drafts
+            runner,
+            overlap=overlap,
+            step_ms=_STEP_MS,
+            step_cost=cost,
+            max_drafts=max_drafts,
+            clock=clock,
         )
 
-    run(engine(0), prompts, 8)
-    plain = run(engine(0), prompts, options.tokens)
+    run(engine(0), prompts, 8, clock)
+    plain = run(engine(0), prompts, options.tokens, clock)
     _print(f"{count} without", plain, plain)
     for rate in [None] if options.text is not None else options.rates:
         drafting = engine(options.drafts)
         if rate is not None:
             known = {n: [*prompts[n], *answer] for n, answer in plain.answers.items()}
             drafting.speculation.sources = StatedSources(known, rate)
-        found = run(drafting, prompts, options.tokens)
+        found = run(drafting, prompts, options.tokens, clock)
         _print(f"{count} lookup" if rate is None else f"{count} rate {rate:g}", found, plain)
 
 
@@ -155,6 +162,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--drafts", type=int, default=8, help="most drafts of a step")
     parser.add_argument("--max-num-seqs", type=int, default=64)
+    help_text = "count CPU time of this process, on a machine that others use"
+    parser.add_argument("--cpu-time", action="store_true", help=help_text)
     for name, kind, default in (("--rates", float, "0,0.7,1"), ("--batches", int, "1,16")):
         parser.add_argument(
             name, default=default, type=lambda text, kind=kind: [kind(n) for n in text.split(",")]

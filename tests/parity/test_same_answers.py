@@ -22,8 +22,9 @@ from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingPar
 from services.decoder.engine.run.pending_step import Readback
 from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
 from tests.cases import THOROUGH, cases, first
-from tests.engine_harness import small_pieces
+from tests.engine_harness import Untimed, small_pieces
 from tests.integrity import check_engine
+from tests.known_drafts import KnownSources, from_answer
 from tests.parity import text_oracle
 from tests.parity.oracle import CONFIGS, Oracle, make_oracle
 from tests.parity.qwen3_5_oracle import CONFIGS as HYBRID_CONFIGS
@@ -101,7 +102,9 @@ class Bench:
         self._used += -(-spec.size_bytes // 4096) * 4096
         return start
 
-    def engine(self, *, prefix_caching: bool = True, overlap: bool = False, **options) -> Engine:
+    def engine(
+        self, *, prefix_caching: bool = True, overlap: bool = False, max_drafts: int = 0, **options
+    ) -> Engine:
         chosen = {
             "device": "cpu", "dtype": "float32", "block_size": 16,
             "max_num_sequences": NUM_REQUESTS, "max_batched_tokens": 8192, "max_model_len": 512,
@@ -110,7 +113,10 @@ class Bench:
         runner = create_runner(
             RunnerOptions(model_directory=self.oracle.directory, **chosen), self.arena
         )
-        engine = Engine(runner, overlap=overlap, out_of_memory=(torch.OutOfMemoryError,))
+        engine = Engine(
+            runner, overlap=overlap, out_of_memory=(torch.OutOfMemoryError,),
+            max_drafts=max_drafts, step_cost=Untimed() if max_drafts else None,
+        )  # fmt: skip
         small_pieces(engine)
         if not prefix_caching:
             engine.scheduler.blocks.find_prefix = lambda sequence: []
@@ -206,6 +212,21 @@ def test_preempted(bench: Bench, alone: dict[int, list[int]], overlap: bool) -> 
     answers = bench.ask(engine, range(NUM_REQUESTS))
     assert engine.stats().num_preemptions > 0
     assert answers == alone
+
+
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_with_drafts(bench: Bench, alone: dict[int, list[int]], share: float) -> None:
+    """Right ones and wrong ones, also behind images, where positions are not indices."""
+    engine = bench.engine(max_drafts=4, max_num_sequences=5 * NUM_REQUESTS)
+    engine.speculation.sources = KnownSources(
+        lambda message, index: from_answer(message, alone[message.sequence_id], index), share
+    )
+    assert bench.ask(engine, range(NUM_REQUESTS)) == alone
+    drafts = engine.stats().drafts
+    assert (drafts is None) == engine.info.has_states
+    if drafts is not None:
+        assert drafts.num_accepted > 2 * NUM_REQUESTS
+        assert (drafts.num_accepted < drafts.num_drafts) == (share < 1.0)
 
 
 def test_prefix_hit(bench: Bench, alone: dict[int, list[int]]) -> None:

@@ -135,9 +135,10 @@ def test_drafts_preempt_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token_ms", "length"), [(0.001, 9), (1.0, 5), (4.0, 3), (9.0, 2), (30.0, 1)]
+    ("token_ms", "count", "length"),
+    [(0.001, 1, 9), (1.0, 1, 5), (4.0, 1, 3), (9.0, 1, 2), (90.0, 1, 2), (0.5, 5, 4), (30.0, 5, 1)],
 )
-def test_the_number_of_drafts_follows_their_price(token_ms: float, length: int) -> None:
+def test_the_number_of_drafts_follows_their_price(token_ms: float, count: int, length: int) -> None:
     """A token that takes a large share of a step has to be right with a high probability, where 0.6
     is assumed for the first draft of a sequence.
     """
@@ -145,10 +146,11 @@ def test_the_number_of_drafts_follows_their_price(token_ms: float, length: int) 
         overlap=False, max_drafts=8, right_drafts=0.6, step_cost=Priced(token_ms), num_blocks=200,
         max_num_sequences=64,
     )  # fmt: skip
-    harness.add(add_message(1, prompt_of(1, 9), max_tokens=200))
+    for number in range(count):
+        harness.add(add_message(number, prompt_of(number, 9), max_tokens=100))
     harness.run()
     harness.assert_all_as_alone()
-    assert lengths(harness, 1)[0] == length
+    assert lengths(harness, 0)[0] == length
     assert length > 1 or harness.engine.stats().drafts == DraftTotals(accepted_at=[0] * 8)
 
 

@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 # sequence would have had meanwhile, if other sequences keep the device busy, or more than makes up
 # for the time until the next launch, if there are no others.
 _LEAST_AMONG_OTHERS, _LEAST_ALONE = 2.2, 1.3
+# A step of few sequences mostly reads weights, so a higher price than this is an error of the cost
+# model, which corrects itself only if drafts are verified.
+_FEW_DECODES, _MOST_OF_FEW = 4, 0.5
 # A warning is logged if so many verifications in a row yield fewer tokens each than this.
 _WARNING_PERIOD, _WARNING_TOKENS = 1000, 1.2
 
@@ -148,6 +151,8 @@ class Speculation:
         load.keys += load.keys // max(1, num_decodes)
         token_ms = self._cost.predict(load) - step_ms
         self._price = token_ms * num_decodes / step_ms if step_ms else 0.0
+        if num_decodes <= _FEW_DECODES:
+            self._price = min(self._price, _MOST_OF_FEW)
         if token_ms > 0:
             bound_ms = self._cost.bound(self._step_ms)
             num_left = int(min(num_left, max(0.0, (bound_ms - step_ms) / token_ms)))
