@@ -5,7 +5,6 @@ import random
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from services.common.model_spec import ModelSpecError
 from services.gateway.answers.detokenizer import Choice
@@ -14,6 +13,8 @@ from services.gateway.forms.openai import ChatRequest
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.cases import cases
 from tests.piece_tokenizers import PREPEND, REPLACE, SPACES, definition, metaspace
+
+transformers = pytest.importorskip("transformers")
 
 KINDS = ["llama2", "mistral", "always", "yi"]
 INST = ("[INST]", "[/INST]")
@@ -43,9 +44,9 @@ def text_of(rng: random.Random) -> str:
     return "".join(parts)
 
 
-def reference(kind: str) -> PreTrainedTokenizerFast:
+def reference(kind: str) -> transformers.PreTrainedTokenizerFast:
     """Returns transformers' tokenizer of the same file."""
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(definition(kind, INST))),
         unk_token="<unk>",
         bos_token="<s>",
