@@ -3,7 +3,8 @@
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -214,6 +215,27 @@ def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
         place = getattr(staged, field.name)
         assert place == getattr(captured, field.name), field.name
         assert (place is None) == (field.name in ("cu_query_lens", "pieces", "saves"))
+
+
+def test_drafts_are_decodes_of_a_graph_without_the_fused_kernel(harness: Harness) -> None:
+    """A draft attends to the drafts before it in the same step, whose keys that kernel stores."""
+    runner = harness.runner
+
+    class Captured(DecodeGraphs):
+        def _capture(self, kind: Kind, *_: object) -> None:
+            self._add(kind, NO_MEMORY)
+
+    parts = parts_of(runner)
+    ops = SimpleNamespace(max_fused_context=lambda num_tokens: 1000)
+    parts = dataclasses.replace(parts, model=cast("Any", SimpleNamespace(ops=ops)))
+    graphs = Captured(parts, NO_MEMORY)
+    graphs.capture(runner.computer.stage_inputs(graphs.scratch(4)))
+    assert graphs.kinds == {Kind(4), Kind(4, fused=True)}
+    for has_drafts in (False, True):
+        step = runner.computer.scratch([1, 1, 1])
+        step.has_drafts = has_drafts
+        assert graphs.pad(step)
+        assert (step.num_decodes, step.is_fused) == (4, not has_drafts)
 
 
 def test_a_mixture_takes_the_smallest_graph_that_holds_it(harness: Harness) -> None:
