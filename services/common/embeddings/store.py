@@ -113,8 +113,8 @@ class Tier(ABC, Generic[Inputs]):
 
     def put(self, write: EmbeddingWrite) -> None:
         """Offers an embedding that a later tier has found, so that this tier can store it for later
-        lookups. The call must not wait and must not fail. While the tier still copies the bytes, it
-        needs a reference to the entry.
+        lookups. The call must not wait and must not fail. If the tier copies the bytes later, it
+        has to call `retain` of the write, and to release that reference after the copy.
         """
         return
 

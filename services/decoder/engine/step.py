@@ -85,9 +85,10 @@ class ComputeStep(msgspec.Struct, array_like=True):
 
     The step has S chunks with T tokens together. A chunk is one sequence's part of the step: the
     sequence's tokens [start, start + length) are computed. B of the chunks have the last token of
-    their sequence; the next token is sampled for these. The chunks from the device come
-    first; the one token of each is the token that its row has sampled last. Other decodes follow,
-    then prompts. K is the number of tokens of all chunks that are not from the device.
+    their sequence; the next token is sampled for these. The chunks from the
+    device come first; the one token of each is the token that its row has sampled last. Other
+    decodes follow, then prompts. K is the number of tokens of all chunks that are not from the
+    device.
 
     For example, a step with two decodes, in rows 3 and 0, and the first 3 tokens of a longer prompt
     in row 1 has S = 3, T = 5, B = 2, K = 3, rows `[3, 0, 1]`, lengths `[1, 1, 3]`,
@@ -104,8 +105,8 @@ class ComputeStep(msgspec.Struct, array_like=True):
         token_ids: `[K]`, token ids of the chunks that are not from the device, chunk after chunk.
         positions: `[3, K]`, positions of the same tokens. The runner computes the positions of
             tokens from the device, with the position delta of their rows.
-        limits: `[B]`, the most tokens that the step may yield for each chunk of `samples`, whose
-            row has blocks for start + length - 1 + limit tokens. None if each limit is 1.
+        limits: `[B]`, the most tokens that the step may yield for each chunk of `samples`. The
+            chunk's row has blocks for all of them except the last. None if each limit is 1.
         block_updates: `[U, 3]`, additions to block tables before the step runs: row, index of the
             first new entry, number of new entries.
         block_ids: the new entries of all U additions, one addition after the other.
@@ -118,7 +119,8 @@ class ComputeStep(msgspec.Struct, array_like=True):
         scored: `[P, 3]`, runs of prompt tokens. For each token of a run, the logprob of the token
             that follows it is wanted. The columns are: index in the step of the run's first token,
             number n of tokens, number m of most likely tokens to report at each place.
-        has_drafts: True if some rows have several chunks, of one token each (`schedule.chunk`).
+        has_drafts: True if sequences verify drafts. Each of these sequences has several chunks of
+            one token, one behind the other (`schedule.chunk`).
     """
 
     rows: Int64Array
@@ -170,7 +172,7 @@ class SampleStep(msgspec.Struct):
             samples. If there are any, the step is computed at once, but it is sampled only when
             `PendingStep.sample` is called.
         followers: ids of the tokens that follow each token of the runs in `ComputeStep.scored`.
-        draft_counts: what penalties count besides sampled tokens. None if nothing.
+        draft_counts: the drafts that penalties count. None if no row with penalties has drafts.
     """
 
     row_starts: list[RowSampling] = []

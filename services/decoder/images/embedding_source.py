@@ -79,9 +79,9 @@ class EmbeddingSource:
     Args:
         store: the arena with its embeddings, and the lookups of embeddings that it lacks.
         metrics: metrics of the decoder.
-        standstill_s: seconds of silence after which a sequence fails. Two kinds of silence count:
-            no message at all about an image that it waits for, and no message that an encoder is at
-            work on any of its images.
+        standstill_s: seconds after which a sequence fails. It fails if no message about one of its
+            missing images has come for so long. It also fails if no message has said for so long
+            that an encoder works on one of its images.
         takeover_s: seconds after which a sequence may replace a lookup that calls another encoder
             than the sequence has named.
     """
@@ -234,13 +234,13 @@ class EmbeddingSource:
             if may_take_over:
                 timeout_s = progress.started_at + self.takeover_s - now
             else:
-                # Of the two kinds of silence, the one that began first ends the wait.
+                # See `standstill_s`: both times count, and the earlier one ends the wait first.
                 last_report_at = min(progress.last_message_at, sequence.last_work_at)
                 timeout_s = last_report_at + self.standstill_s - now
                 if timeout_s <= 0:
                     self.metrics.fetch_errors.labels("unavailable").inc()
-                    # The gateway excludes the encoder with this address from the next attempt. It
-                    # can only exclude one that it has chosen, so this is not always `called`.
+                    # The gateway excludes the encoder of the error from the next attempt. It can
+                    # only exclude an encoder that it has chosen: `address`, and not `called`.
                     message = f"encoder {called} did not send the embedding in time"
                     raise EncoderFailed(message, address)
             joint = task.join()

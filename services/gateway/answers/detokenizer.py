@@ -77,8 +77,8 @@ class StopMatcher:
         contains none. If several stop strings end at the same place, the longest is returned.
 
         Args:
-            num_searched: number of characters at the start that `feed` has searched before. A stop
-                string within these characters does not count.
+            num_searched: number of characters at the start that `feed` was given before. A stop
+                string must end behind them.
         """
         best: tuple[int, int] | None = None
         for stop in self.stops:
@@ -130,8 +130,8 @@ class Choice:
         is_skipping = request.skip_special_tokens is not False
         self._skipped = tokenizer.special_ids if is_skipping else frozenset[int]()
         self._utf8 = _Utf8Decoder(errors="replace")
-        # A space at the beginning of an answer is no part of it for some tokenizers. It is one at
-        # the beginning of text that continues a prompt.
+        # Some tokenizers write a space before every text, which transformers leaves out of the
+        # decoded text. If the answer continues a text of the prompt, the space belongs to it.
         continues = request.continue_final_message or not request.messages
         self._trims_start = tokenizer.trims_start and not continues
         self._has_calls = False

@@ -22,8 +22,8 @@ A sequence is always in exactly one of these queues, which belong to `Prefills` 
   waiting sequence is parked instead of admitted if too few tokens precede its first missing input
   (`Prefills.min_partial_tokens`).
 - *decoding*: the prompt is computed. Every step computes the sequence's next token.
-- *awaiting*: the sequence has token masks, or drafts (`speculation`), and takes part in no step
-  until its last token, and the mask for its next token if there are masks, have arrived. With
+- *awaiting*: the sequence takes part in no step until its last token has arrived, because it has
+  drafts (`speculation`) or token masks. With token masks, it also waits for the next mask. With
   `late_masks`, it is *decoding* instead, because a mask may arrive while the step is computed. If a
   mask comes too late, the sequence gets no token from that step and awaits the mask.
 

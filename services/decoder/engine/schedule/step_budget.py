@@ -32,9 +32,8 @@ class StepBudget:
         factor = _LONE_PROMPT_FACTOR if alone else 1
         least = min(max_tokens, load.tokens + factor * cost.min_chunk)
         whole = Limit(factor * cost.bound(step_ms), max_tokens, least)
-        # A prompt with more tokens than `_longest_chunk` is long. The budget is also capped at
-        # `efficient_tokens`, beyond which each token takes longer, but this cap makes no prompt
-        # long.
+        # `exceeds_step` compares prompts with `_longest_chunk`, which is computed without the cap
+        # below. The cap is the number of tokens beyond which each token takes longer.
         self._longest_chunk = cost.fitting_tokens(load, 0, whole)
         if not alone:
             whole = whole._replace(tokens=min(max_tokens, cost.efficient_tokens))
