@@ -79,9 +79,9 @@ class EmbeddingSource:
     Args:
         store: the arena with its embeddings, and the lookups of embeddings that it lacks.
         metrics: metrics of the decoder.
-        standstill_s: seconds after which a sequence fails. It fails if no message about one of its
-            missing images has come for so long. It also fails if no message has said for so long
-            that an encoder works on one of its images.
+        standstill_s: seconds that a sequence waits for an image. The time starts again with each
+            message about the image, but only while messages also say that an encoder works on some
+            image of the sequence.
         takeover_s: seconds after which a sequence may replace a lookup that calls another encoder
             than the sequence has named.
     """
@@ -234,7 +234,6 @@ class EmbeddingSource:
             if may_take_over:
                 timeout_s = progress.started_at + self.takeover_s - now
             else:
-                # See `standstill_s`: both times count, and the earlier one ends the wait first.
                 last_report_at = min(progress.last_message_at, sequence.last_work_at)
                 timeout_s = last_report_at + self.standstill_s - now
                 if timeout_s <= 0:

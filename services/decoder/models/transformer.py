@@ -201,8 +201,9 @@ class Transformer(nn.Module):
         self.ops, self.ranks = ops, ranks
         self.embed_tokens = embedding(text.vocab_size, text.hidden_size)
         self.rope = RotaryEmbedding(text.rope)
-        # The gates of linear attention share a GEMM with its other projections, except in quantized
-        # checkpoints, where the gates alone are not quantized.
+        # The gates of linear attention share a GEMM with its other projections. Quantized
+        # checkpoints quantize these projections and not the gates, so there the gates have a GEMM
+        # of their own.
         merge_gates = spec.checkpoint.quantization is None
         mixers: dict[int, Mixer] = {}
         for number, index in enumerate(text.attention_layers):

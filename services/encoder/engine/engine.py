@@ -8,7 +8,7 @@ run. It passes through four kinds of threads:
    the next batch is prepared while the device works.
 2. The threads of the preprocessing pool prepare jobs. The job of the lowest rank comes first; ranks
    are assigned by the front, fairly among tenants. The frames of a video are decoded in their
-   order, by one thread at a time. One tenant's videos occupy at most all threads but one.
+   order, by one thread at a time. One tenant's videos never take the last free thread.
 3. The loop puts jobs that can run into the batcher, launches batches on the device, and reports the
    end of each job to the front. No other thread uses the batcher.
 4. The waiter waits for the device, and reports each feature of a batch when it is in the arena. No
@@ -268,9 +268,9 @@ class Engine:
             case Shutdown():
                 self._stopping = True
             case Ping():
-                # A reply tells the front that the engine works. While batches are on the device,
-                # the device may hang, so this ping gets no reply. The message at the end of the
-                # next batch tells the front that the engine works.
+                # A reply tells the front that the engine works. While the device computes batches,
+                # a reply could hide that the device hangs, so there is none: the messages at the
+                # end of these batches tell the front that the engine works.
                 if not self._launched:
                     self._send(Pong())
             case CancelImage():

@@ -130,8 +130,8 @@ class Choice:
         is_skipping = request.skip_special_tokens is not False
         self._skipped = tokenizer.special_ids if is_skipping else frozenset[int]()
         self._utf8 = _Utf8Decoder(errors="replace")
-        # Some tokenizers write a space before every text, which transformers leaves out of the
-        # decoded text. If the answer continues a text of the prompt, the space belongs to it.
+        # Some tokenizers write a space before every text. The space is removed from the beginning
+        # of an answer, unless the answer continues text of the prompt.
         continues = request.continue_final_message or not request.messages
         self._trims_start = tokenizer.trims_start and not continues
         self._has_calls = False

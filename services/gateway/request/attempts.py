@@ -174,8 +174,8 @@ class Attempts:
         """Appends tokens to a choice, and lets the model continue the choice after them.
         `BoundedThinking` appends the tokens that close the reasoning.
 
-        May be called before the first batch of events is asked for. It may also be called while the
-        caller handles a batch in which the choice has reached its `max_tokens` so far.
+        May be called before the first batch of events is asked for, and while the caller handles a
+        batch in which the choice has ended with `length`.
 
         Args:
             token_ids: ids that are appended to the choice. May be empty.

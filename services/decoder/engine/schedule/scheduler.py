@@ -298,9 +298,9 @@ class Scheduler:
 
     def _yield_rows(self) -> None:
         """Preempts sequences of tenants with many rows, if the first waiting sequence belongs to a
-        tenant with few rows, until that sequence can be admitted (`Admission.yielding`). Nothing is
-        preempted for a sequence that cannot be admitted yet, because it was itself preempted and
-        its last tokens are still in flight.
+        tenant with few rows, until that sequence can be admitted (`Admission.yielding`). If that
+        sequence was itself preempted and has tokens in flight, it cannot be admitted yet, so
+        nothing is preempted for it.
         """
         prefills = self.prefills
         running = self.running()

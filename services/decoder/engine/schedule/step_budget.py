@@ -32,8 +32,8 @@ class StepBudget:
         factor = _LONE_PROMPT_FACTOR if alone else 1
         least = min(max_tokens, load.tokens + factor * cost.min_chunk)
         whole = Limit(factor * cost.bound(step_ms), max_tokens, least)
-        # `exceeds_step` compares prompts with `_longest_chunk`, which is computed without the cap
-        # below. The cap is the number of tokens beyond which each token takes longer.
+        # A prompt that would fit into the step is not long, even if the step computes fewer tokens
+        # because more of them are less efficient. So `_longest_chunk` is computed before that cap.
         self._longest_chunk = cost.fitting_tokens(load, 0, whole)
         if not alone:
             whole = whole._replace(tokens=min(max_tokens, cost.efficient_tokens))
