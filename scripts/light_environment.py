@@ -18,8 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from closure import closure, own_requirements
 
 _TESTS = (
-    "hypothesis", "pillow", "pytest", "pytest-asyncio", "pytest-timeout",
-)  # fmt: skip
+    "hypothesis",
+    "pillow",
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+)
 _PROJECT = "triptych"  # installed in place: a file that says where
 
 Owners = dict[str, set[str]]  # by the path in `site`

@@ -72,12 +72,24 @@ def _wheels(requirements: list[str], machine: str, python: str = _PYTHON, *optio
     """What pip would install for a machine and a Python, with the hash of each wheel."""
     platforms = [f"--platform=manylinux_{glibc}_{machine}" for glibc in _GLIBCS]
     command = [
-        sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-        "--dry-run", "--ignore-installed", "--only-binary=:all:",
-        f"--python-version={python}", *platforms, f"--platform=manylinux2014_{machine}",
-        f"--platform=manylinux1_{machine}", "--target=unused", "--report=-", *options,
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--dry-run",
+        "--ignore-installed",
+        "--only-binary=:all:",
+        f"--python-version={python}",
+        *platforms,
+        f"--platform=manylinux2014_{machine}",
+        f"--platform=manylinux1_{machine}",
+        "--target=unused",
+        "--report=-",
+        *options,
         *requirements,
-    ]  # fmt: skip
+    ]
     report = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     found: Wheels = {}
     item: dict[str, Any]

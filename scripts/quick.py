@@ -73,10 +73,20 @@ def commands(files: list[str]) -> dict[str, list[str]]:
     """What is run, by its name."""
     python = [name for name in files if name.endswith((".py", ".pyi"))]
     tests = [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-        "-m", "not slow and not nightly and not gpu and not e2e",
-        "-n", str(CORES), "--dist", "worksteal", *tests_of(files),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not nightly and not gpu and not e2e",
+        "-n",
+        str(CORES),
+        "--dist",
+        "worksteal",
+        *tests_of(files),
+    ]
     tools = Path(sys.executable).parent
     found = {
         "imports": [str(tools / "lint-imports")],

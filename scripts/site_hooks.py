@@ -16,23 +16,40 @@ _ROOT = Path(__file__).resolve().parents[1]
 _DOCS = _ROOT / "docs"
 # File of the repository -> page of the site.
 PAGES = {
-    "SECURITY.md": "security.md", "CONTRIBUTING.md": "contributing.md",
-    "CHANGELOG.md": "changelog.md", "deploy/k8s/README.md": "kubernetes.md",
-    "deploy/k8s/examples/README.md": "kubernetes-examples.md", "deploy/helm/README.md": "helm.md",
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "deploy/k8s/README.md": "kubernetes.md",
+    "deploy/k8s/examples/README.md": "kubernetes-examples.md",
+    "deploy/helm/README.md": "helm.md",
     "deploy/compose/README.md": "compose.md",
-    "benchmarks/LOG.md": "log.md", "benchmarks/HISTORY.md": "history.md",
-    "demo/README.md": "demonstration.md", "examples/README.md": "examples.md",
+    "benchmarks/LOG.md": "log.md",
+    "benchmarks/HISTORY.md": "history.md",
+    "demo/README.md": "demonstration.md",
+    "examples/README.md": "examples.md",
     "README.md": "index.md",
-}  # fmt: skip
+}
 # Pages for developers and records that the search leaves out, and how much more than other pages a
 # page counts in it. A page that answers a question comes before one that mentions the words.
 NOT_SEARCHED = re.compile(r"(adr/.*|upstream/.*|log|history|changelog|before-0\.2|files)\.md")
 SEARCH_BOOST = {
-    "install.md": 4.0, "serve.md": 2.0, "images.md": 3.0, "structured-output.md": 2.0,
-    "tools.md": 2.0, "sizing.md": 2.0, "troubleshooting.md": 4.0, "helm.md": 2.0,
-    "architecture.md": 0.2, "internals.md": 0.2, "recipes.md": 0.2, "glossary.md": 0.2,
-    "contributing.md": 0.2, "chaos.md": 0.2, "kubernetes.md": 0.5, "security.md": 0.5,
-}  # fmt: skip
+    "install.md": 4.0,
+    "serve.md": 2.0,
+    "images.md": 3.0,
+    "structured-output.md": 2.0,
+    "tools.md": 2.0,
+    "sizing.md": 2.0,
+    "troubleshooting.md": 4.0,
+    "helm.md": 2.0,
+    "architecture.md": 0.2,
+    "internals.md": 0.2,
+    "recipes.md": 0.2,
+    "glossary.md": 0.2,
+    "contributing.md": 0.2,
+    "chaos.md": 0.2,
+    "kubernetes.md": 0.5,
+    "security.md": 0.5,
+}
 # Pages whose tables need the room of the table of contents.
 WITHOUT_CONTENTS = {"index.md", "settings.md", "cards.md", "cli.md", "files.md"}
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)")
@@ -60,8 +77,9 @@ def on_page_markdown(markdown: str, page: Any, **_: object) -> str:  # noqa: ANN
     if uri in WITHOUT_CONTENTS:
         page.meta["hide"] = ["toc"]
     page.meta["search"] = {
-        "exclude": NOT_SEARCHED.fullmatch(uri) is not None, "boost": SEARCH_BOOST.get(uri, 1.0)
-    }  # fmt: skip
+        "exclude": NOT_SEARCHED.fullmatch(uri) is not None,
+        "boost": SEARCH_BOOST.get(uri, 1.0),
+    }
     own = {page: source for source, page in PAGES.items() if page != "index.md"}
     source = _ROOT / own[uri] if uri in own else _DOCS / uri
     return rewritten(markdown, source, uri)
