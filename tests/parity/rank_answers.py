@@ -81,7 +81,7 @@ def answers(directory: Path, ranks: Ranks = ALONE, link: socket.socket | None = 
                     ).tolist()
         found["hits"].append(engine.stats().num_prefix_hit_tokens)
     found["preemptions"] = engine.stats().num_preemptions
-    found["drafts"] = _drafted(leading, found["tokens"]["0"])
+    found["drafts"] = _drafted(leading, found["tokens"]["0"]) if generates else []
     if link is not None:
         link.shutdown(socket.SHUT_WR)
     return found

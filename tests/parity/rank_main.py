@@ -7,6 +7,7 @@ file `answers`, rank 0 writes there what an engine of all ranks answers. Writes
 `logits-RANK.safetensors` to each directory, or `refused-RANK` with the message.
 """
 
+import itertools
 import json
 import multiprocessing
 import socket
@@ -133,6 +134,9 @@ def main(root: Path, groups: list[str]) -> int:
         ]
         for each in ranks:
             each.start()
+        # A follower hears that its leader has ended only if nobody else has the leader's end.
+        for end in itertools.chain.from_iterable(links):
+            end.close()
         for each in ranks:
             each.join()
         if any(each.exitcode for each in ranks):

@@ -61,7 +61,8 @@ def write(directory: Path, config: dict[str, Any], **files: dict[str, Any]) -> P
 
 
 def test_all_families_are_here():
-    assert CONFIGS.keys() == FAMILIES.keys()
+    # `Qwen3Model` has the keys of Qwen3ForCausalLM, and is refused without a task.
+    assert CONFIGS.keys() == FAMILIES.keys() - {"Qwen3Model"}
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
