@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # torch and transformers are imported where they are used: se
 
     from tests.parity.oracle import Oracle
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.slow]
 
 ADDED = ("[INST]", "[/INST]")
 # Llama 2 writes `[INST]` as text, Mistral as an added token.
@@ -112,9 +112,7 @@ class Stack:
         return self.oracle.generate(Prompt(ids, [], [], None), count)[0]
 
 
-@pytest.fixture(
-    scope="module", params=["llama2", pytest.param("mistral", marks=pytest.mark.nightly)]
-)
+@pytest.fixture(scope="module", params=["llama2", "mistral"])
 def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
