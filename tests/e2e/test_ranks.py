@@ -103,6 +103,7 @@ def test_a_prefix_that_is_known_changes_nothing(cluster: Cluster) -> None:
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
 
 
+@pytest.mark.nightly  # tests/parity/test_ranks.py has preemption over ranks
 def test_preempted_sequences_go_on(cluster: Cluster, demo: ServeCommand) -> None:
     def all_of(url: str) -> list[str]:
         # Together they need 1.7 times the cache: those that begin late are there in time.

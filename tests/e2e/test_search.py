@@ -34,7 +34,8 @@ from triptych.probes import gateway_ready
 if TYPE_CHECKING:  # torch and transformers are imported where they are used: see tiny_tower.py
     from tests.parity.oracle import Oracle
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+# Every night: the contract tests of search and tests/parity/test_pooling.py hold the parts.
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.slow]
 
 TOLERANCE = 1e-5
 SIZES = {"whole": (96, 64), "another": (64, 64), "odd": (131, 77)}
