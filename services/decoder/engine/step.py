@@ -106,7 +106,8 @@ class ComputeStep(msgspec.Struct, array_like=True):
         positions: `[3, K]`, positions of the same tokens. The runner computes the positions of
             tokens from the device, with the position delta of their rows.
         limits: `[B]`, the most tokens that the step may yield for each chunk of `samples`. The
-            chunk's row has blocks for all of them except the last. None if each limit is 1.
+            chunk's row has blocks for all of them except the last, whose keys and values the next
+            step computes. None if each limit is 1.
         block_updates: `[U, 3]`, additions to block tables before the step runs: row, index of the
             first new entry, number of new entries.
         block_ids: the new entries of all U additions, one addition after the other.

@@ -79,9 +79,9 @@ class EmbeddingSource:
     Args:
         store: the arena with its embeddings, and the lookups of embeddings that it lacks.
         metrics: metrics of the decoder.
-        standstill_s: seconds that a sequence waits for an image. The time starts again with each
-            message about the image, but only while messages also say that an encoder works on some
-            image of the sequence.
+        standstill_s: seconds without progress after which a sequence fails. Two times are watched:
+            that of the last message about the missing image, and that of the last message that an
+            encoder works on any of the sequence's images. The older one counts.
         takeover_s: seconds after which a sequence may replace a lookup that calls another encoder
             than the sequence has named.
     """

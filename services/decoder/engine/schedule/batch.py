@@ -67,7 +67,8 @@ class Batch:
         num_from_device = len(chunks)
         rows = [chunk.sequence.row for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
-        if chunks[-1].from_device:  # Chunks from the device come first, so all of them are.
+        # Chunks from the device come first. If the last chunk is one, all are.
+        if chunks[-1].from_device:
             rows, starts = np.array([rows, starts], np.int64)
             lengths, samples = np.ones_like(rows), np.arange(num_from_device)
         else:

@@ -192,8 +192,8 @@ class Prefills:
         """
         start = sequence.num_computed_tokens
         end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
-        # The step may save recurrent states, and `states.plan` chooses where. It must not overwrite
-        # the saved states from which the sequences in `admitted` start in the same step.
+        # The step may save recurrent states, and `states.plan` chooses their slots. It spares the
+        # slots from which the sequences in `admitted` start in this step.
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)
         length = end - start
         samples = end == len(sequence.token_ids)
@@ -216,7 +216,8 @@ class Prefills:
         waits, or if the head cannot be admitted now.
         """
         while (head := self.waiting.head()) is not None:
-            # If the head was preempted while its last token was in flight, it has to wait for it.
+            # If the head was preempted while a token of it was in flight, that token has to arrive
+            # before the head is admitted.
             if head.num_in_flight or self._is_blocked(head):
                 return None
             prefix = self._blocks.find_prefix(head)
