@@ -466,7 +466,7 @@ class ModelSpec:
 
     @property
     def task(self) -> Task:
-        """What the model is for."""
+        """Task of the model: `generate`, `embed` or `rank`."""
         return "generate" if self.search is None else self.search.task
 
     @property

@@ -7,10 +7,10 @@ import numpy.typing as npt
 
 
 class DraftCounts(NamedTuple):
-    """What the penalties of a step count besides the tokens that it samples.
+    """The tokens of drafts that the penalties of a step count.
 
-    The sampler counts the tokens that it samples, but not those of a chunk with drafts, of which
-    some may be rejected. The host sends those that were accepted with the sequence's next step.
+    The sampler counts each sampled token, except in chunks with drafts, because the host may reject
+    some of their tokens. The host sends the accepted tokens with the sequence's next step.
 
     Attributes:
         accepted: `[N, 2]`, tokens that are counted before the step is sampled: row, token id.

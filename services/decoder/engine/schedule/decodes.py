@@ -53,7 +53,7 @@ class Decodes:
         if sequence.drafts is not None:
             sequence.drafts.leave_row()
 
-    def await_mask(self, sequence: Sequence) -> None:
+    def await_tokens(self, sequence: Sequence) -> None:
         """Stops planning a decoding sequence until the host knows its last token, and its token
         mask has arrived if there is a grammar.
         """
@@ -66,7 +66,7 @@ class Decodes:
         """
         is_ahead = sequence.sequence_id in self.decoding
         if self.speculation.tokens_arrived(sequence, len(self.decoding) - is_ahead):
-            self.await_mask(sequence)
+            self.await_tokens(sequence)
 
     def choose_drafts(self, *, is_open: bool) -> None:
         """Chooses the drafts that sequences verify in the next step.

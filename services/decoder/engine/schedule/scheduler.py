@@ -176,7 +176,7 @@ class Scheduler:
 
     def mask_missed(self, sequence: Sequence) -> None:
         """Notes that a sequence gets no token from a launched step, because its mask is late."""
-        self.decodes.await_mask(sequence)
+        self.decodes.await_tokens(sequence)
 
     def finish(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Ends a sequence in any state. Its row and its blocks are free when the method returns.
