@@ -103,8 +103,8 @@ class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     def of(cls, num_tokens: int, max_model_len: int, *, param: str | None = None) -> Self:
         """Creates the error for a prompt of `num_tokens` tokens.
 
-        Agents shorten a conversation when they find the words of Anthropic's error or those of
-        OpenAI's, so the message has both.
+        Agent programs look for the words of Anthropic's error or of OpenAI's, and shorten the
+        conversation if they find them, so the message has both.
         """
         return cls(
             f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum: the maximum "

@@ -79,9 +79,9 @@ class EmbeddingSource:
     Args:
         store: the arena with its embeddings, and the lookups of embeddings that it lacks.
         metrics: metrics of the decoder.
-        standstill_s: seconds without progress after which a sequence fails. Two times are watched:
-            that of the last message about the missing image, and that of the last message that an
-            encoder works on any of the sequence's images. The older one counts.
+        standstill_s: a sequence fails if an image is missing, and in the last `standstill_s`
+            seconds no message about this image has arrived, or no encoder has reported work on any
+            image of the sequence.
         takeover_s: seconds after which a sequence may replace a lookup that calls another encoder
             than the sequence has named.
     """
@@ -257,7 +257,7 @@ class EmbeddingSource:
             # calls this sequence's encoder.
             if not joint.cancelled() and (error := joint.exception()) and called == address:
                 raise _copy_of(error, address)
-        # The arrival shows that work goes on, so the sequence's other images may wait longer, too.
+        # An encoder has just worked for this sequence, so its other images may wait longer.
         progress.report(in_work=True)
         if joined:
             self.store.hits.labels("joined").inc()

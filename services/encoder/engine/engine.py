@@ -169,9 +169,9 @@ class Engine:
     def _queue_preparation(self, message: EncodeImage) -> None:
         """Queues a job for the pool.
 
-        An image is queued as an entry of its own. A video has at most one entry in the queue (its
-        *turn*), however many of its frames wait. The thread that takes the entry asks `VideoTurns`
-        which frames of the video come first.
+        Each image has an entry of its own in the queue. A video has at most one entry, however many
+        of its frames wait. The thread that takes a video's entry asks `VideoTurns` which frames of
+        the video come first.
         """
         turn = message.rank, message.job_id
         video, frames = message.source.video, message.unit.frames

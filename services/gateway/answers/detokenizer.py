@@ -206,8 +206,8 @@ class Choice:
         return self._utf8.decode(data)
 
     def _read(self, token_ids: Sequence[int]) -> tuple[list[Part], int]:
-        """Returns the parts that the tokens complete, and how many tokens belong to the choice. If
-        a stop string ends the choice, the tokens behind the stop string do not.
+        """Returns the parts that the tokens complete, and how many tokens belong to the choice.
+        Tokens behind a stop string that ends the choice are not counted.
         """
         parser, min_tokens = self._parser, self._request.min_tokens or 0
         if parser is None and not self.stops.stops:

@@ -67,7 +67,7 @@ class Batch:
         num_from_device = len(chunks)
         rows = [chunk.sequence.row for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
-        # Chunks from the device come first. If the last chunk is one, all are.
+        # Chunks from the device come first. If the last chunk comes from there, all chunks do.
         if chunks[-1].from_device:
             rows, starts = np.array([rows, starts], np.int64)
             lengths, samples = np.ones_like(rows), np.arange(num_from_device)

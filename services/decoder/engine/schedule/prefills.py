@@ -192,8 +192,8 @@ class Prefills:
         """
         start = sequence.num_computed_tokens
         end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
-        # The step may save recurrent states, and `states.plan` chooses their slots. It spares the
-        # slots from which the sequences in `admitted` start in this step.
+        # The step may save recurrent states, and `states.plan` chooses their slots. It does not
+        # choose slots from which sequences in `admitted` start in this step.
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)
         length = end - start
         samples = end == len(sequence.token_ids)

@@ -23,9 +23,10 @@ A sequence is always in exactly one of these queues, which belong to `Prefills` 
   (`Prefills.min_partial_tokens`).
 - *decoding*: the prompt is computed. Every step computes the sequence's next token.
 - *awaiting*: the sequence takes part in no step until its last token has arrived, because it has
-  drafts (`speculation`) or token masks. With token masks, it also waits for the next mask. With
-  `late_masks`, it is *decoding* instead, because a mask may arrive while the step is computed. If a
-  mask comes too late, the sequence gets no token from that step and awaits the mask.
+  drafts (`speculation`) or token masks. With token masks, it also waits for the next mask. If
+  `late_masks` is set, it does not wait but stays *decoding*, because the mask may arrive while the
+  step is computed. If the mask comes too late, the step gives the sequence no token, and the
+  sequence becomes *awaiting*.
 
 The picture leaves out three transitions: a sequence that is preempted while prefilling, decoding or
 awaiting waits again; a waiting sequence may be parked; and a sequence can finish in every queue.

@@ -6,8 +6,8 @@ into the time that a step may last.
 
 from services.decoder.engine.schedule.step_cost import Limit, StepCost, StepLoad
 
-# If there is nothing but one prompt, its steps may last this many times as long, because they delay
-# only requests that arrive meanwhile.
+# The steps of a prompt that is alone may last this many times as long, because they delay only
+# requests that arrive meanwhile.
 _LONE_PROMPT_FACTOR = 4
 
 

@@ -34,7 +34,8 @@ from services.encoder.decoding.clips.questions import (
 log = logging.getLogger(__name__)
 
 _WORKER = "services.encoder.decoding.clips.clip_worker"
-_PROBE_CPU_S = 4.0
+# As many frames as a file may have take up to 4.3 s on a core whose other thread is busy.
+_PROBE_CPU_S = 8.0
 
 
 class DecoderLost(InvalidVideo):
