@@ -356,7 +356,7 @@ class Engine:
         self._finish(largest.sequence, error=InternalError(detail))
 
     def _postprocess(self, batch: Batch, output: StepOutput) -> None:
-        """Appends the tokens of a step to their sequences, and ends the sequences that they end."""
+        """Appends the tokens of a step to their sequences, and ends sequences that are complete."""
         for chunk, scores in zip(batch.scored, output.scores, strict=True):
             self._send_scores(chunk, scores)
         now = self._clock()

@@ -85,10 +85,10 @@ class ComputeStep(msgspec.Struct, array_like=True):
 
     The step has S chunks with T tokens together. A chunk is one sequence's part of the step: the
     sequence's tokens [start, start + length) are computed. B of the chunks have the last token of
-    their sequence; the next token is sampled for these. The chunks from the
-    device come first; the one token of each is the token that its row has sampled last. Other
-    decodes follow, then prompts. K is the number of tokens of all chunks that are not from the
-    device.
+    their sequence; the next token is sampled for these. A chunk is *from the device* if it consists
+    of the one token that its row has sampled last, because only the device may know this token yet.
+    These chunks come first. Other decodes follow, then prompts. K is the number of tokens of all
+    chunks that are not from the device. The *place* of a token is its index among the T tokens.
 
     For example, a step with two decodes, in rows 3 and 0, and the first 3 tokens of a longer prompt
     in row 1 has S = 3, T = 5, B = 2, K = 3, rows `[3, 0, 1]`, lengths `[1, 1, 3]`,
@@ -112,14 +112,14 @@ class ComputeStep(msgspec.Struct, array_like=True):
             first new entry, number of new entries.
         block_ids: the new entries of all U additions, one addition after the other.
         row_starts: rows that are given to other sequences before the step runs.
-        images: `[I, 5]`, runs of image tokens in the order of the step: index in the step of the
-            run's first token, number of tokens of the run, byte offset of the embedding in the
-            arena, number of tokens of the image, index in the image of the run's first token.
-        state_saves: `[C, 2]`, recurrent states to save: index in the step of the token after which
-            the state is saved, slot of the checkpoint. None if no state is saved.
+        images: `[I, 5]`, runs of image tokens in the order of the step: place of the run's first
+            token, number of tokens of the run, byte offset of the embedding in the arena, number of
+            tokens of the whole image, number of the image's tokens that precede the run.
+        state_saves: `[C, 2]`, recurrent states to save: place of the token after which the state is
+            saved, slot of the checkpoint. None if no state is saved.
         scored: `[P, 3]`, runs of prompt tokens. For each token of a run, the logprob of the token
-            that follows it is wanted. The columns are: index in the step of the run's first token,
-            number n of tokens, number m of most likely tokens to report at each place.
+            that follows it is wanted. The columns are: place of the run's first token, number n of
+            tokens, number m of most likely tokens to report at each place.
         has_drafts: True if sequences verify drafts. Each of these sequences has several chunks of
             one token, one behind the other (`schedule.chunk`).
     """

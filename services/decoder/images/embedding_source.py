@@ -53,7 +53,7 @@ class _WaitingSequence:
 
     Attributes:
         since: time at which the sequence began to wait, by the event loop's clock.
-        progress: times of the messages about each image that the encoders have sent, by image key.
+        progress: times at which encoders have sent messages about each image, by image key.
     """
 
     since: float
@@ -79,9 +79,9 @@ class EmbeddingSource:
     Args:
         store: the arena with its embeddings, and the lookups of embeddings that it lacks.
         metrics: metrics of the decoder.
-        standstill_s: a sequence fails if an image is missing, and in the last `standstill_s`
-            seconds no message about this image has arrived, or no encoder has reported work on any
-            image of the sequence.
+        standstill_s: longest time in seconds between two messages about a missing image, and
+            between two reports of an encoder that works on any image of the sequence. A sequence
+            fails if either takes longer.
         takeover_s: seconds after which a sequence may replace a lookup that calls another encoder
             than the sequence has named.
     """

@@ -120,7 +120,9 @@ class TowerTier(Tier[Work]):
         return True
 
     def end(self, lookup: Lookup[Work], *, succeeded: bool) -> None:
-        """Takes an image out of the accounts, and stores its inputs if the lookup has succeeded."""
+        """Ends the work on an image: its patches and bytes no longer count as queued. Stores the
+        image's inputs if the lookup has succeeded.
+        """
         source, unit, share = lookup.inputs
         self._engine.cancel(self._encodes.pop(lookup).job)  # Has no effect if the job has ended.
         self._admission.leave(share, unit.num_patches)

@@ -77,8 +77,8 @@ class StopMatcher:
         contains none. If several stop strings end at the same place, the longest is returned.
 
         Args:
-            num_searched: number of characters at the start that `feed` was given before. A stop
-                string must end behind them.
+            num_searched: number of characters at the start of the text that an earlier call of
+                `feed` has searched. A stop string must end behind them.
         """
         best: tuple[int, int] | None = None
         for stop in self.stops:

@@ -134,7 +134,7 @@ class ChatService:
             ignored=draft.ignored,
             prediction=await self.drafts.prediction(request, sampling.max_tokens),
         )
-        # A request for logprobs of a prompt that is too long for them is refused here.
+        # If the request wants logprobs of its prompt, the prompt must not be too long for that.
         completion.prompt_scores.check(request, len(prompt.token_ids))
         num_tokens = len(prompt.token_ids) + request.num_choices * sampling.max_tokens
         num_pixels = self.prompts.num_pixels(prompt)

@@ -81,8 +81,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> DevicePendingStep:
-        """Launches a step; see `step.Runner`. Its sampling is launched here, too, unless token
-        masks are late. It is then launched when `DevicePendingStep.sample` is called.
+        """Launches a step; see `step.Runner`. Its sampling is launched here, too. If token masks
+        are late, `DevicePendingStep.sample` launches the sampling.
         """
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared[0] is not step:

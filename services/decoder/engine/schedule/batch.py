@@ -111,8 +111,8 @@ class Batch:
         """Returns `ComputeStep.scored` and `SampleStep.followers`.
 
         Args:
-            first: number of chunks from the device. Such a chunk has one token, so `first` is also
-                the index in the step of the first token of the other chunks.
+            first: number of chunks from the device. Each of them has one token, so the tokens of
+                the other chunks begin at this place of the step.
         """
         runs: list[tuple[int, int, int]] = []
         followers: list[int] = []
@@ -163,7 +163,7 @@ def _row_sampling(sequence: Sequence) -> RowSampling:
 
 
 def _state_saves(chunks: list[Chunk], first: int) -> Int64Array | None:
-    """Returns `ComputeStep.state_saves`. The step has `first` tokens before the first chunk."""
+    """Returns `ComputeStep.state_saves`. `first` is the place of their first token."""
     saves: list[tuple[int, int]] = []
     for chunk in chunks:
         saves += [(first + tokens - 1 - chunk.start, slot) for tokens, slot in chunk.checkpoints]
@@ -172,7 +172,7 @@ def _state_saves(chunks: list[Chunk], first: int) -> Int64Array | None:
 
 
 def _image_runs(chunks: list[Chunk], first: int) -> Int64Array:
-    """Returns `ComputeStep.images`. The step has `first` tokens before the first chunk."""
+    """Returns `ComputeStep.images`. `first` is the place of their first token."""
     runs: list[tuple[int, int, int, int, int]] = []
     for chunk in chunks:
         sequence = chunk.sequence

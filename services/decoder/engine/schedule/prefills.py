@@ -39,8 +39,8 @@ class Prefills:
         num_prefix_hit_tokens: number of prompt tokens found in the prefix cache so far.
         min_partial_tokens: smallest number of tokens of a chunk that ends at a missing image or
             before a missing mask. A step reads all weights, so a step with few tokens takes hardly
-            less time than one with 512. Fewer tokens than that are computed together with those
-            behind the missing input.
+            less time than one with 512. A smaller chunk waits until the missing input is there, and
+            is computed together with the tokens behind it.
     """
 
     def __init__(self, info: EngineInfo, blocks: BlockManager, decodes: Decodes) -> None:
@@ -192,8 +192,8 @@ class Prefills:
         """
         start = sequence.num_computed_tokens
         end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
-        # The step may save recurrent states, and `states.plan` chooses their slots. It does not
-        # choose slots from which sequences in `admitted` start in this step.
+        # The step may save recurrent states, and `states.plan` chooses their slots. A
+        # sequence in `admitted` starts from the state in its slot, so that slot is not overwritten.
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)
         length = end - start
         samples = end == len(sequence.token_ids)

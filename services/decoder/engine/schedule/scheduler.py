@@ -24,9 +24,9 @@ A sequence is always in exactly one of these queues, which belong to `Prefills` 
 - *decoding*: the prompt is computed. Every step computes the sequence's next token.
 - *awaiting*: the sequence takes part in no step until its last token has arrived, because it has
   drafts (`speculation`) or token masks. With token masks, it also waits for the next mask. If
-  `late_masks` is set, it does not wait but stays *decoding*, because the mask may arrive while the
-  step is computed. If the mask comes too late, the step gives the sequence no token, and the
-  sequence becomes *awaiting*.
+  `late_masks` is set, a sequence with token masks stays *decoding* instead, because the mask may
+  arrive while the step is computed. It becomes *awaiting* if the mask does not arrive in time, and
+  gets no token from that step.
 
 The picture leaves out three transitions: a sequence that is preempted while prefilling, decoding or
 awaiting waits again; a waiting sequence may be parked; and a sequence can finish in every queue.
@@ -222,7 +222,7 @@ class Scheduler:
                 chunk.is_late = True
         if chunks:
             self.prefills.admitted, self.decodes.extended = [], []
-        # Otherwise the batch is not launched, and the next batch tells the runner both lists.
+        # A batch without chunks is not launched. Both lists then go with the next batch.
         return batch
 
     def take_wanted_images(self) -> list[ImagesOf]:
