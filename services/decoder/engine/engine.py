@@ -115,8 +115,8 @@ class Engine:
         self.scheduler = Scheduler(
             info,
             self._blocks,
-            # If a mask comes too late, the token is computed again in a later step. This would be
-            # wrong with recurrent states, which each computation of a token changes.
+            # If a mask comes too late, the token is computed again in a later step. With recurrent
+            # states this would be wrong, because both computations of the token change the state.
             late_masks=overlap and not info.has_states,
             step_ms=step_ms,
             step_cost=self._times.cost,
@@ -418,8 +418,8 @@ class Engine:
         """Sends the logprobs of a chunk's prompt tokens that were not sent yet. A sequence that was
         preempted computes its prompt, and the logprobs, a second time.
 
-        `scores` belongs to the tokens that follow each token of the chunk: entry i is the logprob
-        of token `chunk.start + i + 1` of the prompt.
+        Entry i of `scores` is the logprob of token `chunk.start + i + 1` of the prompt, because
+        each token of the chunk predicts the one behind it.
         """
         sequence = chunk.sequence
         known = max(0, sequence.num_scored - chunk.start)

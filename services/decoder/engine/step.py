@@ -6,7 +6,7 @@ together: each gets the `ComputeStep` as bytes. Rank 0 alone samples, as the `Sa
 
 Step n + 1 is planned and launched while the tokens of step n are still on the device, so a step
 must not need the ids of tokens that were just sampled. For a decode, the step therefore names only
-the row. The runner keeps the token that each row has sampled last on the device.
+the row. The runner keeps on the device, for each row, the token that was sampled last.
 """
 
 from collections.abc import Sequence
@@ -216,7 +216,7 @@ class StepOutput(NamedTuple):
     num_tokens: Int32Array  # [B]
     logprobs: dict[int, list[Logprobs]]  # by sample, one per token; for rows that request them
     scores: Sequence[Scores] = ()  # one for each of the P runs
-    vectors: FloatArray | None = None  # [B, n] float32, the results of a model for search
+    vectors: FloatArray | None = None  # [B, n] float32, of an embedding or reranking model
 
 
 class PendingStep(Protocol):

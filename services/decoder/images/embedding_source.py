@@ -79,9 +79,7 @@ class EmbeddingSource:
     Args:
         store: the arena with its embeddings, and the lookups of embeddings that it lacks.
         metrics: metrics of the decoder.
-        standstill_s: longest time in seconds between two messages about a missing image, and
-            between two reports of an encoder that works on any image of the sequence. A sequence
-            fails if either takes longer.
+        standstill_s: seconds without progress after which a sequence fails (see `_wait`).
         takeover_s: seconds after which a sequence may replace a lookup that calls another encoder
             than the sequence has named.
     """
@@ -220,8 +218,12 @@ class EmbeddingSource:
 
         Each turn of the loop waits for the running lookup, which another sequence may have started,
         or starts a lookup if none is running. If the lookup calls another encoder than this
-        sequence has named, this sequence replaces it after `takeover_s`, but only once. The
-        sequence fails after `standstill_s` without news.
+        sequence has named, this sequence replaces it after `takeover_s`, but only once.
+
+        An encoder sends messages about an image: each says whether it works on the image or has
+        only queued it. The sequence fails if no message about this image arrives for
+        `standstill_s`. It also fails if, for that time, no message about any of its images says
+        that an encoder works on it.
         """
         address, progress = request.encoder_address, FetchProgress()
         joined, has_taken_over = self.store.running(request.key) is not None, False

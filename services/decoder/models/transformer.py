@@ -183,8 +183,8 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model. It computes the T tokens of all sequences of a step, one after another in
-    one tensor. It is created on the device `meta`, and the loader then gives it weights.
+    """A language model. Its input is the T tokens of a step: the tokens of all sequences,
+    concatenated. It is created on the device `meta`, and the loader then gives it weights.
 
     Args:
         spec: the whole model, of all ranks.

@@ -293,8 +293,8 @@ class EncoderServicer(Servicer):
 
 
 class FetchProgress:
-    """Tells the decoder that waits in a `Fetch` call whether an encode of the image is running, so
-    that the decoder knows whether to wait longer.
+    """Sends reports to a decoder that waits in a `Fetch` call. They say whether the image is being
+    encoded; the decoder waits longer if it is.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext) -> None:

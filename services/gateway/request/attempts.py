@@ -249,8 +249,8 @@ class Attempts:
             submit.sampling.min_tokens = min(request.sampling.min_tokens, max_tokens)
             submit.sampling.seed = choice_seed(request.sampling.seed, choice)
             submit.generated_token_ids = generated.tobytes()
-            # All choices have the same prompt, so only choice 0 asks for its logprobs, and a choice
-            # that has tokens has got them already.
+            # The logprobs of the prompt are the same for all choices, so only choice 0 requests
+            # them. If it has tokens, the logprobs have arrived before these.
             if choice > 0 or generated:
                 submit.sampling.ClearField("prompt_logprobs")
             self._sequences[choice] = decoder.submit(submit, choice, self, self._chain)
@@ -401,8 +401,8 @@ class Attempts:
             # says why.
             await self._encodes.record_undelivered(error)
         elif isinstance(error, ProcessLost):
-            # An encoder was lost, so all calls to it end soon. They are awaited, because each of
-            # them tells `Losses` which image it was for: one of these images may have killed it.
+            # An encoder was lost, so all calls to it end soon. They are awaited, because each call
+            # tells `Losses` its image, and one of these images may have killed the encoder.
             await self._encodes.await_outcomes(failure.pod)
         log.warning("%s %s failed: %s", failure.service, failure.pod, error.message)
         self._losses.check()

@@ -242,7 +242,7 @@ class ChatService:
         """Checks the model that a request names.
 
         Args:
-            name: name in the request. None if the request names no model, which is always right.
+            name: name in the request. None, which every request may use, if it names no model.
 
         Raises:
             ModelNotFound: the request names a model that is not served.

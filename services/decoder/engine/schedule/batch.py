@@ -163,7 +163,7 @@ def _row_sampling(sequence: Sequence) -> RowSampling:
 
 
 def _state_saves(chunks: list[Chunk], first: int) -> Int64Array | None:
-    """Returns `ComputeStep.state_saves`. `first` is the place of their first token."""
+    """Returns `ComputeStep.state_saves`. The tokens of the chunks begin at place `first`."""
     saves: list[tuple[int, int]] = []
     for chunk in chunks:
         saves += [(first + tokens - 1 - chunk.start, slot) for tokens, slot in chunk.checkpoints]
@@ -172,7 +172,7 @@ def _state_saves(chunks: list[Chunk], first: int) -> Int64Array | None:
 
 
 def _image_runs(chunks: list[Chunk], first: int) -> Int64Array:
-    """Returns `ComputeStep.images`. `first` is the place of their first token."""
+    """Returns `ComputeStep.images`. The tokens of the chunks begin at place `first`."""
     runs: list[tuple[int, int, int, int, int]] = []
     for chunk in chunks:
         sequence = chunk.sequence

@@ -95,7 +95,7 @@ class BlockManager:
     def allocate(self, sequence: Sequence, num_tokens: int, prefix: list[int]) -> None:
         """Gives a sequence without blocks the prefix, and new blocks for the rest of `num_tokens`.
 
-        The caller has to have asked `can_allocate`, without having given away blocks since.
+        The caller must call `can_allocate` first, and must not give away blocks in between.
         """
         assert not sequence.block_table, "the sequence has blocks already"
         for block in prefix:

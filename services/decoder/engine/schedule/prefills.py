@@ -164,7 +164,9 @@ class Prefills:
         return True
 
     def fits(self, sequence: Sequence, prefix: list[int], keep_free: int) -> bool:
-        """Returns whether there is a free row, and `keep_free` blocks more than are needed."""
+        """Returns whether there are a free row and enough free blocks for a sequence. At least
+        `keep_free` blocks must then stay free.
+        """
         num_tokens = len(sequence.token_ids)
         return self.waiting.has_free_row and self._blocks.can_allocate(
             num_tokens, prefix, keep_free
@@ -192,8 +194,8 @@ class Prefills:
         """
         start = sequence.num_computed_tokens
         end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
-        # The step may save recurrent states, and `states.plan` chooses their slots. A
-        # sequence in `admitted` starts from the state in its slot, so that slot is not overwritten.
+        # The step may save recurrent states, and `states.plan` chooses their slots. The
+        # slots from which sequences in `admitted` start in this step must not be overwritten.
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)
         length = end - start
         samples = end == len(sequence.token_ids)

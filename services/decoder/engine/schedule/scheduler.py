@@ -133,8 +133,8 @@ class Scheduler:
 
     @property
     def is_steady(self) -> bool:
-        """True if the next step can be planned ahead, because it consists of decoding sequences
-        alone and preempts none: there is a free block for each of them.
+        """True if the next step can be planned ahead. It must consist of decoding sequences alone,
+        and there must be a free block for each of them, so that none is preempted.
         """
         others = self.prefills.prefilling or len(self.prefills.waiting) or self.decodes.ready()
         return not others and len(self.decodes.decoding) <= self.blocks.num_free
@@ -240,8 +240,8 @@ class Scheduler:
     def roll_back(self, batch: Batch) -> None:
         """Reverts a batch that was not launched. Its sequences keep their rows and blocks.
 
-        The batch would have sent additions to block tables to the runner. `to_step` may have marked
-        them as sent, so the next step sends the whole tables of these sequences.
+        `to_step` may have noted that the runner has the newest entries of the block tables, but the
+        runner has not got them. Therefore the next step sends the whole tables of these sequences.
         """
         for chunk in batch.chunks:
             chunk.sequence.num_computed_tokens = chunk.start
