@@ -220,10 +220,10 @@ class EmbeddingSource:
         or starts a lookup if none is running. If the lookup calls another encoder than this
         sequence has named, this sequence replaces it after `takeover_s`, but only once.
 
-        An encoder sends messages about an image: each says whether it works on the image or has
-        only queued it. The sequence fails if no message about this image arrives for
-        `standstill_s`. It also fails if, for that time, no message about any of its images says
-        that an encoder works on it.
+        Each message of an encoder about an image says either that the image is queued, or that
+        work on the image goes on. The sequence fails if `standstill_s` pass without a message
+        about this image. It also fails if they pass without a report of work on any of the
+        sequence's images.
         """
         address, progress = request.encoder_address, FetchProgress()
         joined, has_taken_over = self.store.running(request.key) is not None, False

@@ -69,8 +69,8 @@ class Engine:
         preprocessor: decoder and resizer of images, which the threads of the pool use.
         max_batch_patches: most patches of a batch. These are the patches that the tower reads, of
         which several later become one image token.
-        workers: number of threads of the preprocessing pool. One tenant's videos occupy at most
-            `workers` - 1 threads, or the only thread of a pool of one.
+        workers: number of threads of the preprocessing pool. The videos of one tenant
+            occupy all threads but one; with a single thread, they may occupy it.
         clock: monotonic clock, in seconds.
     """
 

@@ -78,7 +78,7 @@ class StopMatcher:
 
         Args:
             num_searched: number of characters at the start of the text that an earlier call of
-                `feed` has searched. A stop string must end behind them.
+                `feed` has searched. A stop string can only end after these characters.
         """
         best: tuple[int, int] | None = None
         for stop in self.stops:

@@ -1,4 +1,4 @@
-"""The attempts of one request: each attempt submits the request to pods, until one has succeeded.
+"""The attempts of one request. If an attempt fails because of a pod, another attempt follows.
 
 An attempt submits the request's choices to one decoder, as one sequence per choice, and calls
 encoders for the images. When a pod fails, the next attempt chooses among the other pods. Encoding
@@ -250,7 +250,7 @@ class Attempts:
             submit.sampling.seed = choice_seed(request.sampling.seed, choice)
             submit.generated_token_ids = generated.tobytes()
             # The logprobs of the prompt are the same for all choices, so only choice 0 requests
-            # them. If it has tokens, the logprobs have arrived before these.
+            # them, and only until its first token: the logprobs arrive before that token.
             if choice > 0 or generated:
                 submit.sampling.ClearField("prompt_logprobs")
             self._sequences[choice] = decoder.submit(submit, choice, self, self._chain)

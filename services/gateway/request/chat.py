@@ -39,7 +39,7 @@ class ChatService:
     """The parts of the gateway that serve a request. `create_gateway` makes the only instance.
 
     Attributes:
-        model_names: names by which requests may call the model. Answers have the first.
+        model_names: names by which requests may call the model. Answers contain the first name.
         drafts: maker of a draft, which is the tokenized prompt before its images are loaded.
         prompts: maker of the prompt from its draft and its images.
         answers: reader of the answer's format. The format says whether the answer begins with
@@ -242,7 +242,7 @@ class ChatService:
         """Checks the model that a request names.
 
         Args:
-            name: name in the request. None, which every request may use, if it names no model.
+            name: name in the request. A request without a name (None) is accepted.
 
         Raises:
             ModelNotFound: the request names a model that is not served.

@@ -26,6 +26,7 @@ from services.decoder.__main__ import DECODER
 from services.decoder.settings import DecoderSettings
 from services.encoder.__main__ import ENCODER
 from services.encoder.settings import EncoderSettings
+from tests.cases import first
 from tests.fakes import FakeDecoder
 from tests.ports import free_port
 from tests.tiny_tokenizer import write_text_model_directory
@@ -100,7 +101,8 @@ def test_a_checkpoint_that_the_engine_refuses_is_status_2(tmp_path: Path, text_m
     assert any("before it was ready" in line["message"] for line in lines)
 
 
-@pytest.mark.parametrize("service", ["decoder", "gateway"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("service", first(1, ["gateway", "decoder"]))
 def test_a_port_of_metrics_that_is_taken_is_status_2_and_named(service: str, text_model: Path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
@@ -114,7 +116,8 @@ def test_a_port_of_metrics_that_is_taken_is_status_2_and_named(service: str, tex
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("taken", ["DECODER_ADDRESS", "DECODER_HEALTH_PORT"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("taken", first(1, ["DECODER_ADDRESS", "DECODER_HEALTH_PORT"]))
 def test_a_port_of_calls_that_is_taken_is_status_2_and_named(taken: str, text_model: Path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

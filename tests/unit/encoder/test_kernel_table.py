@@ -15,6 +15,7 @@ from services.common.model_spec import TowerSpec
 from services.common.nn.dispatch import KernelTable, UnknownOverride, parse_overrides
 from services.encoder.operations.ops import Ops
 from services.encoder.operations.table import IMPLEMENTATIONS, TowerFacts, resolve
+from tests.cases import first
 from tests.tower import cpu_ops
 
 TWO_B = DeepStackTower(24, 1024, 4096, 16, 3, 16, 2, 2, 2048, 2304, (5, 11, 17))
@@ -108,9 +109,16 @@ def test_a_kernel_that_fails_at_warm_up_gives_way(caplog: pytest.LogCaptureFixtu
 
 
 # The 8B's heads are the wider ones, of which a part is padded.
-COMPILED = [("h200", "2B"), *((name, "8B") for name in KNOWN_DEVICES)]
+COMPILED = first(
+    2,
+    [
+        *(("h200", "8B"), ("l40s", "8B"), ("h200", "2B")),
+        *((name, "8B") for name in KNOWN_DEVICES if name not in ("h200", "l40s")),
+    ],
+)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("device", "spec"),
     [(KNOWN_DEVICES[name], {"2B": TWO_B, "8B": EIGHT_B}[size]) for name, size in COMPILED],

@@ -13,13 +13,15 @@ from kernels.device import KNOWN_DEVICES
 from kernels.gemm import skinny_gemm
 from kernels.linear_attention import delta_rule_decode, delta_rule_prefill, output_gates
 from kernels.linear_attention.states import prefill_pieces
+from tests.cases import first
 from tests.gpu_compiler import compiled_launches
 from tests.unit.kernels.delta_rule_steps import random_inputs, random_layout, spec_of
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 
-@pytest.mark.parametrize("gpu", ["h200", "l40s"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("gpu", first(1, ["l40s", "h200"]))
 def test_kernels_compile_and_fit(gpu: str) -> None:
     """For the heads of the 4B, in bf16. The A100 differs from the L40S in FP8 alone, and has more
     shared memory.
@@ -57,10 +59,10 @@ def test_pieces_cover_each_token_of_a_chunk_once(
     starts = np.cumsum([0, *lengths], dtype=np.int32)
     pieces = prefill_pieces(starts, num_decodes, int(starts[-1]) + padding)
     seen = np.zeros(starts[-1], np.int64)
-    for sequence, first in pieces.tolist():
+    for sequence, start in pieces.tolist():
         if sequence >= 0:
             assert sequence >= num_decodes
-            seen[first : min(first + 64, starts[sequence + 1])] += 1
+            seen[start : min(start + 64, starts[sequence + 1])] += 1
     assert (seen[: starts[num_decodes]] == 0).all() and (seen[starts[num_decodes] :] == 1).all()
     count = len(lengths) - num_decodes
     assert len(pieces) == (int(starts[-1]) + padding) // 64 + count

@@ -22,8 +22,8 @@ CASES = [
         for shape in TEXT_SHAPES
         if shape != "4b"  # between the 2B and the 8B
     ),
-    ("a100", "8b"),
     ("l40s", "8b"),
+    pytest.param("a100", "8b", marks=pytest.mark.nightly),
     pytest.param("b200", "8b", marks=pytest.mark.nightly),
     pytest.param("rtx-pro-6000", "32b", marks=pytest.mark.nightly),
 ]

@@ -22,17 +22,27 @@ from services.decoder.operations import moe, table
 from services.decoder.operations.moe import MoEKernels, weights_of
 from services.decoder.operations.ops import Ops
 from services.decoder.operations.table import KernelFacts
+from tests.cases import first
 from tests.gpu_compiler import compiled_launches
 
 HIDDEN, SIZE, COUNT = 2048, 768, 4  # as the 30B's, with fewer experts in memory
 CASES = [
-    pytest.param("h200", "plain", marks=pytest.mark.nightly),
+    ("l40s", "plain"),  # the least shared memory
     ("h200", "fp8_block"),
+    ("h200", "plain"),
     ("h200", "fp8_channel"),
     ("a100", "fp8_block"),
-    ("l40s", "plain"),
     ("b200", "fp8_block"),
 ]
+PACKED = [
+    ("nvfp4", 16, "l40s"),
+    ("int8", 0, "h200"),
+    *(("w4a16", 128, device) for device in ("h200", "l40s", "b200")),
+    *(("nvfp4", 16, device) for device in ("a100", "h200", "b200")),
+    *(("mxfp4", 32, "l40s"), ("mxfp8", 32, "a100"), ("mxfp8", 32, "b200")),
+    *(("w8a16", 0, "h200"), ("int8", 0, "a100")),
+]
+pytestmark = pytest.mark.thorough
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -41,7 +51,7 @@ def half(*shape: int) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("device", "weight_format"), CASES)
+@pytest.mark.parametrize(("device", "weight_format"), first(2, CASES))
 def test_what_the_table_picks_compiles_and_fits(
     device: str, weight_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,15 +95,7 @@ def test_what_the_table_picks_compiles_and_fits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("weight_format", "group", "device"),
-    [
-        *(("w4a16", 128, device) for device in ("h200", "l40s", "b200")),
-        *(("nvfp4", 16, device) for device in ("a100", "h200", "l40s", "b200")),
-        ("mxfp4", 32, "l40s"), ("mxfp8", 32, "a100"), ("mxfp8", 32, "b200"), ("w8a16", 0, "h200"),
-        ("int8", 0, "a100"), ("int8", 0, "h200"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("weight_format", "group", "device"), first(2, PACKED))
 def test_packed_experts_compile_and_fit(
     weight_format: str, group: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,8 +92,8 @@ class Batch:
             if masks := _token_masks(sampling, num_from_device):
                 sample.masked = np.array([*masks], np.int64)
                 sample.token_masks = np.stack([*masks.values()])
-        # `self.num_tokens` counts each decode with its limit, and `compute.num_tokens` counts its
-        # one token. The two differ if a limit is above 1.
+        # A decode adds its limit to `self.num_tokens`, but only 1 to `compute.num_tokens`. The two
+        # sums differ if a limit is above 1.
         if self.num_tokens > compute.num_tokens:
             compute.limits = np.array([chunk.limit for chunk in sampling], np.int64)
         if self.late:

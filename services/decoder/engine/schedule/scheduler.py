@@ -298,10 +298,10 @@ class Scheduler:
         return self.prefills.waiting.victim(self.running())
 
     def _yield_rows(self) -> None:
-        """Preempts sequences of tenants with many rows, if the first waiting sequence belongs to a
-        tenant with few rows, until that sequence can be admitted (`Admission.yielding`). If that
-        sequence was itself preempted and has tokens in flight, it cannot be admitted yet, so
-        nothing is preempted for it.
+        """Makes room for the first waiting sequence if its tenant has few rows: preempts sequences
+        of tenants with many rows (`Admission.yielding`) until the waiting sequence can be admitted.
+        Nothing is preempted for a sequence that cannot be admitted yet because it was itself
+        preempted and has tokens in flight.
         """
         prefills = self.prefills
         running = self.running()
