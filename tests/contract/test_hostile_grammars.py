@@ -215,6 +215,7 @@ async def test_killers_end_nothing_but_their_requests(decoder):
     assert decoder.is_idle()
 
 
+@pytest.mark.nightly
 async def test_a_new_schema_waits_for_no_hostile_grammar_of_the_same_tenant(decoder):
     """Each of twelve takes all the CPU time that a compilation may take."""
     hostile = range(1, 13)

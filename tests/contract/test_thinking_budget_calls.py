@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.answers.thinking_budget import ThinkingBudget
+from tests.cases import first
 from tests.gateway_stack import GatewayStack
 from tests.tiny_tokenizer import TEXT_CHAT_TEMPLATE
 from tests.unit.gateway.test_answers import encode
@@ -94,7 +95,8 @@ def streamed_call(response):
     return name, json.loads(arguments)
 
 
-@pytest.mark.parametrize("tokens_per_event", [1, 7])
+@pytest.mark.thorough
+@pytest.mark.parametrize("tokens_per_event", first(1, [7, 1]))
 def test_a_call_that_has_begun_stays_whole_at_each_budget(form, tokens_per_event):
     stack, opener, call = form
     ids = reply(stack, opener + THOUGHT + call, tokens_per_event)

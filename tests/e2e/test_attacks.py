@@ -16,7 +16,7 @@ from tests.attacks.stack import Stack, Times
 from tests.e2e.cluster import wait_until
 from tests.noise import PATIENCE_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(900)]
 _SECONDS, _QUIET_S, _ROUNDS = 0.5, 0.3, 3
 _FLOOR_S = 0.5
 _MOST = 0.6  # of the memory
@@ -29,14 +29,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
-# Pixels, every time; bytes and silence are bounded in tests/contract/test_gateway_bounds.py, too.
-_ALWAYS = {"WebP of 36 bytes and PNG, 88 Mpx each"}
-_ROWS = [
-    pytest.param(row, id=row.name, marks=() if row.name in _ALWAYS else pytest.mark.nightly)
-    for row in ROWS
-    if not row.by_hand
-]
-assert {row.name for row in ROWS} >= _ALWAYS
+# `make test` bounds bytes, pixels and silence in tests/contract and tests/unit/encoder.
+_ROWS = [pytest.param(row, id=row.name) for row in ROWS if not row.by_hand]
 
 
 @pytest.mark.parametrize("row", _ROWS)

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.e2e
 SCRIPTS = Path(__file__).parents[1] / "clients"
 
 
-@pytest.mark.parametrize("client", ["openai", "anthropic", "agents"])
+@pytest.mark.parametrize(
+    "client", ["openai", "anthropic", pytest.param("agents", marks=pytest.mark.nightly)]
+)
 def test_every_part_of_the_client_works(demo: ServeCommand, client: str) -> None:
     result = subprocess.run(
         [sys.executable, SCRIPTS / f"with_{client}.py"],

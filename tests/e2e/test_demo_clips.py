@@ -10,7 +10,7 @@ from tests.e2e.cluster import DEMO_MODEL
 from tests.e2e.serve_command import ServeCommand
 from tests.noise import PATIENCE_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.slow]
 
 NUM_CLIPS = 4
 

@@ -301,6 +301,7 @@ async def test_a_state_that_is_too_large_fails_its_sequence(tmp_path):
     await process.masks.close()
 
 
+@pytest.mark.nightly
 async def test_masks_that_take_long_are_filled_in_a_thread(process):
     """The other sequence's masks do not wait for them, until the ambiguous one comes to a limit."""
     quote, a = (process.tokenizer.tokenize_str(text) for text in ('"', "a"))

@@ -135,6 +135,7 @@ class RecordingRunner:
         return pending
 
 
+@pytest.mark.nightly
 def test_a_runner_that_is_fed_from_bytes_alone_samples_the_same(
     harness: Harness, directory: Path
 ) -> None:

@@ -356,6 +356,7 @@ def test_peak_memory_is_the_model_the_mapped_file_and_at_most_two_tensors(
     assert size * 0.9 < peak <= size + 12 * largest.nbytes + 2 * largest.nbytes
 
 
+@pytest.mark.nightly
 def test_a_model_that_is_quantized_while_it_is_read_has_no_second_copy(tmp_path: Path) -> None:
     """The model takes a quarter of the mapped file's 192 MiB; on the way are rows of 16 MiB."""
     largest = torch.ones(4096, 1024)

@@ -17,6 +17,7 @@ from services.encoder.decoding.child import Child
 from services.encoder.decoding.decode import worst_case_bytes
 from services.encoder.decoding.decode_pool import DecodePool, MemoryBudget, cpu_limit_s, decode_in
 from services.encoder.decoding.decode_worker import Task
+from tests.cases import first
 from tests.in_process_decoder import InProcessDecoders
 from tests.noise import PATIENCE_S, wait_until
 from tests.worker_pids import worker_pids
@@ -102,7 +103,8 @@ def test_an_image_over_its_memory_is_invalid_and_its_decoder_lives(pool: DecodeP
     assert decode_in(pool.workers[0], small, task).shape == (8, 8, 3)
 
 
-@pytest.mark.parametrize("num_kills", [1, 2])
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_kills", first(1, [2, 1]))
 def test_an_image_whose_decoder_is_killed_is_tried_once_more(num_kills: int) -> None:
     """The kernel kills decoders first where a pod's memory is short, whatever took it."""
     pool = DecodePool(1, memory_bytes=4 << 30)
