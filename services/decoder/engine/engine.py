@@ -210,8 +210,8 @@ class Engine:
             sequence_id: id of the sequence, which may have ended.
             num_generated: number of completion tokens before the token of the mask.
             mask: words of the mask. Empty if every token is allowed.
-            draft_masks: mask of the token behind each draft, up to the first draft that the grammar
-                forbids.
+            draft_masks: for each draft, the mask of the token that follows it. The list ends before
+                the first draft that the grammar forbids.
         """
         sequence = self.find(sequence_id)
         if sequence is None or num_generated <= sequence.num_masked:

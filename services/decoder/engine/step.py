@@ -86,7 +86,7 @@ class ComputeStep(msgspec.Struct, array_like=True):
     The step has S chunks with T tokens together. A chunk is one sequence's part of the step: the
     sequence's tokens [start, start + length) are computed. B of the chunks have the last token of
     their sequence; the next token is sampled for these. A chunk is *from the device* if it consists
-    of the one token that its row has sampled last, because only the device may know this token yet.
+    of the one token that its row has sampled last. The host may not have received this token yet.
     These chunks come first. Other decodes follow, then prompts. K is the number of tokens of all
     chunks that are not from the device. The *place* of a token is its index among the T tokens.
 
@@ -231,8 +231,8 @@ class PendingStep(Protocol):
         ...
 
     def sample(self) -> None:
-        """Launches the sampling of a step with late masks, after `put_mask` for those that have
-        arrived.
+        """Launches the sampling of a step with late masks. `put_mask` must have been called for
+        the masks that have arrived.
 
         The call has to come before the next step is executed.
         """

@@ -2,9 +2,10 @@
 
 The front also obtains the images of the sequences, and enforces their deadlines. A sequence ends in
 two steps. First its last event is put into the outbox of its gateway, with a finish reason or an
-error; the sequence is then *reported*. When the engine has ended the sequence, too, the front
-removes it and releases its images, which a step on the device may have read until then. A
-gateway gets exactly one last event for each sequence id, whichever part of the decoder fails.
+error; the sequence is then *reported*. A step on the device may still read the sequence's
+images, so the front keeps them until the engine has ended the sequence, too. Then it removes the
+sequence. A gateway gets exactly one last event for each sequence id, whichever part of the decoder
+fails.
 """
 
 import asyncio

@@ -221,9 +221,9 @@ class EmbeddingSource:
         sequence has named, this sequence replaces it after `takeover_s`, but only once.
 
         Each message of an encoder about an image says either that the image is queued, or that
-        work on the image goes on. The sequence fails if `standstill_s` pass without a message
-        about this image. It also fails if they pass without a report of work on any of the
-        sequence's images.
+        work on the image goes on. The sequence fails if no message about this image arrives
+        for `standstill_s`. It also fails if the encoders report no work on any of its images for
+        that time.
         """
         address, progress = request.encoder_address, FetchProgress()
         joined, has_taken_over = self.store.running(request.key) is not None, False

@@ -70,7 +70,7 @@ class Engine:
         max_batch_patches: most patches of a batch. These are the patches that the tower reads, of
         which several later become one image token.
         workers: number of threads of the preprocessing pool. The videos of one tenant
-            occupy all threads but one; with a single thread, they may occupy it.
+            occupy at most `workers` - 1 of them. If there is only one thread, they may occupy it.
         clock: monotonic clock, in seconds.
     """
 

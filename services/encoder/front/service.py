@@ -75,8 +75,8 @@ class EncoderServicer(Servicer):
     """
 
     SERVICE = pb.DESCRIPTOR.services_by_name["Encoder"]
-    # The handlers of these methods read the request's message with `MessageReader`, which counts
-    # its bytes before gRPC reads it. All other handlers get the message from gRPC.
+    # The handlers of these methods call `MessageReader` for the request's message, so that its
+    # bytes are counted before they are received. All other handlers get the message from gRPC.
     READING = "Encode", "Probe", "Upload"
     SERIALIZERS: ClassVar = {"Fetch": serialize}
 

@@ -124,7 +124,7 @@ class BlockManager:
         extend_hashes(sequence, self.block_size, num_full)
         for index in range(first, num_full):
             block_hash = sequence.block_hashes[index]
-            # If another block with the same contents is registered, it stays the registered one.
+            # Only one of several blocks with the same contents is registered: the first one.
             if block_hash not in self.block_of:
                 block = sequence.block_table[index]
                 self.block_of[block_hash] = block

@@ -112,7 +112,7 @@ class Prefills:
 
     def input_arrived(self, sequence: Sequence) -> None:
         """Makes a sequence plannable again after an image or a mask has arrived. A parked sequence
-        waits to be admitted. A stalled one is prefilling, if further tokens can be computed.
+        becomes waiting. A stalled sequence becomes prefilling, if further tokens can be computed.
         """
         number = sequence.sequence_id
         if self._unpark(sequence):

@@ -45,8 +45,8 @@ class StepBudget:
         return not self._cost.fitting_tokens(self._load, 0, self._limit)
 
     def exceeds_step(self, num_tokens: int) -> bool:
-        """Returns whether the first `num_tokens` tokens of a prompt do not fit into the step, even
-        if no other prompt takes part in it.
+        """Returns whether a chunk of `num_tokens` tokens would be too long for a step that computes
+        no other prompt.
         """
         return num_tokens > self._longest_chunk
 
