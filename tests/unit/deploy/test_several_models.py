@@ -13,7 +13,7 @@ from tests.unit.deploy.schemas import validate
 from tests.unit.deploy.test_components import KUBERNETES_VERSION
 
 EXAMPLE = K8S / "examples" / "several-models"
-MODELS = ("vision", "text")
+MODELS = ("vision", "text", "search")
 SHARED_HOST = "models.example.com"
 
 
