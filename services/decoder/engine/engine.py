@@ -8,8 +8,8 @@ With `overlap`, the engine plans and launches step n + 1 before it reads the tok
 that the device never waits for Python. This has two consequences. A sequence may turn out to have
 ended with its token of step n; its token of step n + 1 is then discarded. And the token mask of a
 sequence for step n + 1 depends on its token of step n, so the mask arrives while step n + 1 is
-computed. Such a step is launched in two parts: first its model, and then, when the masks have
-arrived or waiting longer would make the device idle, its sampling. `MaskGate` decides when that is.
+computed. Such a step is launched in two parts. The model comes first. The sampling follows when the
+masks have arrived, or when the device would become idle otherwise; `MaskGate` decides that.
 """
 
 import logging
@@ -419,7 +419,7 @@ class Engine:
         preempted computes its prompt, and the logprobs, a second time.
 
         Entry i of `scores` is the logprob of token `chunk.start + i + 1` of the prompt, because
-        each token of the chunk predicts the one behind it.
+        each token of the chunk predicts the next token.
         """
         sequence = chunk.sequence
         known = max(0, sequence.num_scored - chunk.start)
@@ -491,7 +491,7 @@ class Engine:
 
 def _append(sequence: Sequence, ids: list[int]) -> str | None:
     """Appends sampled ids to a sequence, up to the id that ends the sequence. Removes the ids
-    behind that id from `ids`. Returns the reason of the end, or None if the sequence goes on.
+    after that id from `ids`. Returns the reason of the end, or None if the sequence goes on.
     """
     token_ids, stop_ids = sequence.token_ids, sequence.stop_ids
     known, min_tokens = len(token_ids), sequence.message.sampling.min_tokens

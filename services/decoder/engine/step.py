@@ -121,7 +121,7 @@ class ComputeStep(msgspec.Struct, array_like=True):
             that follows it is wanted. The columns are: place of the run's first token, number n of
             tokens, number m of most likely tokens to report at each place.
         has_drafts: True if sequences verify drafts. Each of these sequences has several chunks of
-            one token, one behind the other (`schedule.chunk`).
+            one token, one after the other (`schedule.chunk`).
     """
 
     rows: Int64Array
@@ -205,7 +205,7 @@ class Scores(NamedTuple):
 class StepOutput(NamedTuple):
     """The tokens that a step has yielded for its B samples, in their order.
 
-    If `info.max_tokens_per_step` k is 1, each sample has exactly one token. Otherwise it has
+    If `info.max_tokens_per_step` is 1, each sample has exactly one token. Otherwise it has
     between 1 and `ComputeStep.limits` tokens, and the keys and values of all of them but the last
     are in the cache. In both cases, the last token of a sequence is the only one without keys and
     values. If sampling has failed for a sequence, it has a single id, which is negative:

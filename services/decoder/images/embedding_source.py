@@ -255,8 +255,8 @@ class EmbeddingSource:
                     continue
             finally:
                 joint.cancel()
-            # If another encoder than this sequence's has failed, the next turn starts a lookup that
-            # calls this sequence's encoder.
+            # If the lookup has failed but called another sequence's encoder, the next turn starts a
+            # lookup that calls the encoder of this sequence.
             if not joint.cancelled() and (error := joint.exception()) and called == address:
                 raise _copy_of(error, address)
         # An encoder has just worked for this sequence, so its other images may wait longer.

@@ -88,8 +88,8 @@ class Attention(nn.Module):
         """Returns the output of attention, `[T, num_heads * head_dim]`.
 
         Args:
-            qkv: output of `qkv_proj`, `[T, N]`; or `[S, T, N]`, S terms of that output, if the GEMM
-                was split along its inner dimension. The kernel that reads `qkv` sums the terms.
+            qkv: output of `qkv_proj`, `[T, N]`. If the GEMM was split along its inner dimension
+                into P parts, `[P, T, N]`: the partial sums, which the kernel that reads `qkv` adds.
             kv_cache: cache of this layer.
             step: context of the step.
         """
@@ -189,7 +189,7 @@ class Transformer(nn.Module):
     Args:
         spec: the whole model, of all ranks.
         backend: implementation of paged attention, for this rank's heads.
-        ops: operations, resolved for the number of ranks.
+        ops: operations with the kernels that were chosen for this model and device.
         ranks: ranks that share the model. Only rank 0 gets whole logits.
     """
 
@@ -271,7 +271,7 @@ class Transformer(nn.Module):
         if visual is not None:
             visual.replace(residual)
         stream, last = Stream(residual), len(self.layers) - 1
-        # Only the hidden states of `rows` are needed behind the last layer, so its MLP runs for
+        # Only the hidden states of `rows` are needed after the last layer, so its MLP runs for
         # these tokens alone. There is one exception, in very shallow models: if DeepStack features
         # are added after the last layer, its MLP runs for all tokens, because `visual` finds the
         # tokens of images by their index among all T tokens.
@@ -291,7 +291,7 @@ class Transformer(nn.Module):
         """Returns the logits `[R, vocab_size]` of hidden states, in the model's data type.
 
         Args:
-            hidden: `[R, hidden]`, hidden states of the tokens behind which a token is sampled.
+            hidden: `[R, hidden]`, hidden states of the tokens after which a token is sampled.
             out: `[R, vocab_size]`, tensor for the logits. None if a new tensor is created.
         """
         if self.ranks.count > 1:

@@ -55,7 +55,7 @@ from services.encoder.engine.preparation_queue import PreparationQueue
 from services.encoder.engine.runner import LaunchedBatch, Runner
 from services.encoder.engine.video_turns import VideoTurns
 
-# Most batches that are launched at a time: one runs, and one is queued on the device behind it, so
+# Most batches that are launched at a time: one runs, and one is queued on the device after it, so
 # that the device is never idle.
 _MAX_LAUNCHED = 2
 
@@ -408,8 +408,8 @@ class Engine:
             self._channel.send(message)
 
 
-# Items of the mailbox. A `Job` has come back from the pool. None says that the waiter has seen the
-# end of a batch.
+# Items of the mailbox. A `Job` has come back from the pool. The waiter puts the value
+# `None` when a batch has ended.
 _Item = Job | PlaceImage | CancelImage | Ping | Shutdown | None
 
 

@@ -89,7 +89,7 @@ class StopMatcher:
         return (best[1], best[0]) if best else None
 
     def _num_uncertain(self, text: str) -> int:
-        """Returns the length of the longest suffix of `text` with which a stop string begins."""
+        """Returns how many characters at the end of `text` may be the start of a stop string."""
         for size in range(min(len(text), self._max_prefix), 0, -1):
             if text[-size:] in self._prefixes:
                 return size
@@ -207,7 +207,7 @@ class Choice:
 
     def _read(self, token_ids: Sequence[int]) -> tuple[list[Part], int]:
         """Returns the parts that the tokens complete, and how many tokens belong to the choice.
-        Tokens behind a stop string that ends the choice are not counted.
+        Tokens after a stop string that ends the choice are not counted.
         """
         parser, min_tokens = self._parser, self._request.min_tokens or 0
         if parser is None and not self.stops.stops:

@@ -149,7 +149,7 @@ class ModelRunner:
             sampled = self.sampler.sample(logits, sampling)
             self._keep(rows, sampled.token_ids)
             return self.readback.tokens(sampled, sampling)
-        if token_ids is None:  # The step ran without a CUDA graph. A graph samples, too.
+        if token_ids is None:  # No CUDA graph ran, which would have sampled as well.
             token_ids = self._model.ops.greedy(logits)
             self._keep(rows, token_ids)
         if sampling is not None:  # Rows with a mask are sampled again, under their masks.

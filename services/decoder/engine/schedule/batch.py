@@ -57,8 +57,8 @@ class Batch:
         The method notes which entries of block tables the runner gets with this step. If the step
         is not launched after all, `Scheduler.roll_back` has to revert this.
 
-        The code is plain Python per chunk where numpy could do the same, because after an idle time
-        the first use of each numpy function takes 10 to 80 µs, for which a lone prompt would wait.
+        The code is plain Python per chunk where numpy could do the same. After an idle time, the
+        first use of each numpy function takes 10 to 80 µs, and a lone prompt would wait for it.
         """
         chunks = self.chunks
         if self.num_drafts:

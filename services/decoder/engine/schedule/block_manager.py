@@ -134,8 +134,8 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Takes the blocks from a sequence. Registered ones can be found until they are reused."""
-        # Registered blocks are reused in the order in which they became free. A sequence's last
-        # blocks go first, because a block is of no use once a block before it has been reused.
+        # Registered blocks are reused in the order in which they became free. The last block of a
+        # sequence is freed first, because a cached block is useless without all blocks before it.
         for block in reversed(sequence.block_table):
             self.references[block] -= 1
             if self.references[block] == 0:

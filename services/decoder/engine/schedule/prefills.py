@@ -37,10 +37,10 @@ class Prefills:
             have to be obtained again.
         num_preemptions: number of preemptions so far.
         num_prefix_hit_tokens: number of prompt tokens found in the prefix cache so far.
-        min_partial_tokens: smallest number of tokens of a chunk that ends at a missing image or
-            before a missing mask. A step reads all weights, so a step with few tokens takes hardly
-            less time than one with 512. A smaller chunk waits until the missing input is there, and
-            is computed together with the tokens behind it.
+        min_partial_tokens: if an image or a token mask is missing, the tokens before the place
+            where it is needed are computed only if they are at least this many. A step with few
+            tokens takes hardly less time than one with 512, because it reads all weights, so fewer
+            tokens wait for the missing input and are computed together with the following ones.
     """
 
     def __init__(self, info: EngineInfo, blocks: BlockManager, decodes: Decodes) -> None:
@@ -126,7 +126,7 @@ class Prefills:
         """Returns the step's chunks of prompts, as many as the budget allows.
 
         A prompt is long if its tokens do not fit into a whole step. The first long prompt shares
-        the budget with the short prompts behind it, which would otherwise wait for it: these get
+        the budget with the short prompts after it, which would otherwise wait for it: these get
         one half, and the long prompt gets the other half and what they have not used.
 
         Args:
@@ -152,7 +152,7 @@ class Prefills:
         return chunks
 
     def parks(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Parks a waiting sequence if no chunk can be planned behind its cached `prefix`, because
+        """Parks a waiting sequence if no chunk can be planned after its cached `prefix`, because
         of a missing input. Returns whether the sequence was parked.
         """
         computed = len(prefix) * self._blocks.block_size
@@ -175,7 +175,7 @@ class Prefills:
     def _prompts(self) -> Iterator[Sequence]:
         """Yields prefilling and waiting sequences in the order in which the step computes them,
         which is fair among tenants (`Admission`). Waiting sequences are admitted before they are
-        yielded. The first that cannot be admitted stops the admission of all behind it.
+        yielded. The first that cannot be admitted stops the admission of all after it.
         """
         for sequence in self.waiting.ordered(self.prefilling.values()):
             while (head := self.waiting.head()) is not None and self.waiting.precedes(

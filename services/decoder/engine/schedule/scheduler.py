@@ -22,7 +22,7 @@ A sequence is always in exactly one of these queues, which belong to `Prefills` 
   waiting sequence is parked instead of admitted if too few tokens precede its first missing input
   (`Prefills.min_partial_tokens`).
 - *decoding*: the prompt is computed. Every step computes the sequence's next token.
-- *awaiting*: the sequence takes part in no step until its last token has arrived, because it has
+- *awaiting*: the sequence takes part in no step until its newest token has arrived, because it has
   drafts (`speculation`) or token masks. With token masks, it also waits for the next mask. If
   `late_masks` is set, a sequence with token masks stays *decoding* instead, because the mask may
   arrive while the step is computed. It becomes *awaiting* if the mask does not arrive in time, and
