@@ -27,7 +27,7 @@ from services.common.errors import EmbeddingUnavailable, Overloaded
 
 MEMORY = "memory"  # name of the arena in metrics, beside the names of the tiers
 # Longest time to wait until memory of the arena is free. Readers release their entries soon, but
-# the entry of a large image has a writer for seconds.
+# writing the entry of a large image takes seconds.
 _RESERVE_TIMEOUT_S = 60.0
 _CLOSE_ATTEMPTS = 50
 Inputs = TypeVar("Inputs")
@@ -66,7 +66,7 @@ class Lookup(Generic[Inputs]):
         committed already, so that there is nothing to write.
 
         Returns:
-            The write of the embedding. The store releases it when the lookup ends.
+            The `EmbeddingWrite`, which the store releases when the lookup ends.
 
         Raises:
             Overloaded: no memory was free for too long.
@@ -233,8 +233,8 @@ class EmbeddingStore(Generic[Inputs]):
         while the call waits, nothing is reserved.
 
         Returns:
-            The write of the embedding, which the caller has to release. If its entry is committed,
-            there is nothing to write.
+            The `EmbeddingWrite`, which the caller has to release. If its entry is committed, there
+            is nothing to write.
 
         Raises:
             Overloaded: no memory was free for too long.

@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
         Args:
             qkv: output of `qkv_proj`, `[T, N]`. If the GEMM was split along its inner dimension
-                into P parts, `[P, T, N]`: the partial sums, which the kernel that reads `qkv` adds.
+                into P parts, this is `[P, T, N]`, and the kernel that reads `qkv` adds the parts.
             kv_cache: cache of this layer.
             step: context of the step.
         """

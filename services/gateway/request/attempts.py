@@ -397,8 +397,8 @@ class Attempts:
         if failure.service == "decoder":
             self._losses.add("decoder", failure.pod, error)
         elif isinstance(error, EmbeddingLost):
-            # A decoder could not get an embedding. If the encode call for it has failed, its error
-            # says why.
+            # A decoder could not get an embedding. If the encoder's call has ended with an error,
+            # that error is the cause of the loss.
             await self._encodes.record_undelivered(error)
         elif isinstance(error, ProcessLost):
             # An encoder was lost, so all calls to it end soon. They are awaited, because each call

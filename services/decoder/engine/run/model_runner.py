@@ -81,8 +81,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> DevicePendingStep:
-        """Launches a step; see `step.Runner`. Its sampling is launched here, too. If token masks
-        are late, `DevicePendingStep.sample` launches the sampling.
+        """Launches a step; see `step.Runner`. Its sampling is launched here, too, unless token
+        masks are late: then `DevicePendingStep.sample` launches the sampling.
         """
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared[0] is not step:
@@ -149,7 +149,7 @@ class ModelRunner:
             sampled = self.sampler.sample(logits, sampling)
             self._keep(rows, sampled.token_ids)
             return self.readback.tokens(sampled, sampling)
-        if token_ids is None:  # No CUDA graph ran, which would have sampled as well.
+        if token_ids is None:  # A step that ran as a CUDA graph has sampled already.
             token_ids = self._model.ops.greedy(logits)
             self._keep(rows, token_ids)
         if sampling is not None:  # Rows with a mask are sampled again, under their masks.

@@ -38,9 +38,9 @@ class Prefills:
         num_preemptions: number of preemptions so far.
         num_prefix_hit_tokens: number of prompt tokens found in the prefix cache so far.
         min_partial_tokens: if an image or a token mask is missing, the tokens before the place
-            where it is needed are computed only if they are at least this many. A step with few
-            tokens takes hardly less time than one with 512, because it reads all weights, so fewer
-            tokens wait for the missing input and are computed together with the following ones.
+            where it is needed are computed only if they are at least this many. Otherwise
+            they are computed later, together with the tokens after them, because a step with few
+            tokens takes hardly less time than one with 512: it reads all weights in any case.
     """
 
     def __init__(self, info: EngineInfo, blocks: BlockManager, decodes: Decodes) -> None:
