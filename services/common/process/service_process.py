@@ -12,6 +12,7 @@ checks, and drains on SIGTERM or SIGINT. A service's `__main__` calls `run_servi
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
@@ -56,7 +57,9 @@ def run_service(service: GpuService[SettingsT]) -> int:
     """Runs the process and returns its exit status."""
     try:
         settings = service.settings.from_environment()
-        _check_redis(settings)  # before a model is loaded
+        # These are checked before a model is loaded, which may take minutes.
+        _check_redis(settings)
+        _check_ports(settings)
         setup_logging(service.name, settings.log_level)
         setup_tracing(service.name)
         credentials = Credentials.from_settings(settings)
@@ -85,6 +88,29 @@ def _check_redis(settings: EngineServiceSettings) -> None:
             path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(f"the file with Redis' password cannot be read: {error}") from None
+
+
+def _check_ports(settings: EngineServiceSettings) -> None:
+    """Raises SettingsError if another process listens on a port of the service."""
+    ports = {"HEALTH_PORT": settings.health_port, "METRICS_PORT": settings.metrics_port}
+    _, _, port = settings.address.rpartition(":")
+    if port.isdecimal():  # not a Unix socket
+        ports["ADDRESS"] = int(port)
+    for name, port in ports.items():
+        if not port:
+            continue
+        try:
+            family, kind, *_, address = socket.getaddrinfo(
+                settings.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise SettingsError(
+                f"{settings.prefix}{name}: the service cannot listen on {settings.host}:{port}: "
+                f"{error.strerror}"
+            ) from error
 
 
 async def serve(

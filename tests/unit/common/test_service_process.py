@@ -26,7 +26,6 @@ from services.decoder.__main__ import DECODER
 from services.decoder.settings import DecoderSettings
 from services.encoder.__main__ import ENCODER
 from services.encoder.settings import EncoderSettings
-from tests.cases import first
 from tests.fakes import FakeDecoder
 from tests.ports import free_port
 from tests.tiny_tokenizer import write_text_model_directory
@@ -101,35 +100,37 @@ def test_a_checkpoint_that_the_engine_refuses_is_status_2(tmp_path: Path, text_m
     assert any("before it was ready" in line["message"] for line in lines)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("service", first(1, ["gateway", "decoder"]))
-def test_a_port_of_metrics_that_is_taken_is_status_2_and_named(service: str, text_model: Path):
+def test_a_port_of_the_gateways_metrics_that_is_taken_is_status_2_and_named(text_model: Path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        ended = start(service, **{
-            f"{service.upper()}_MODEL": str(text_model), f"{service.upper()}_METRICS_PORT": port,
-            "DECODER_LOAD_FORMAT": "dummy", "DECODER_DEVICE": "cpu",
-            "DECODER_ADDRESS": "127.0.0.1:0", "GATEWAY_DECODER_ADDRESSES": "127.0.0.1:1",
+        ended = start("gateway", **{
+            "GATEWAY_MODEL": str(text_model), "GATEWAY_METRICS_PORT": port,
+            "GATEWAY_DECODER_ADDRESSES": "127.0.0.1:1",
         })  # fmt: skip
     assert ended.returncode == 2
     assert f"no metrics on 127.0.0.1:{port}: Address already in use" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("taken", first(1, ["DECODER_ADDRESS", "DECODER_HEALTH_PORT"]))
-def test_a_port_of_calls_that_is_taken_is_status_2_and_named(taken: str, text_model: Path):
+@pytest.mark.parametrize("name", ["ADDRESS", "HEALTH_PORT", "METRICS_PORT"])
+def test_a_taken_port_is_status_2_and_named_before_a_model_is_loaded(
+    name: str,
+    text_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         variables = {
-            "DECODER_ADDRESS": "127.0.0.1:0", "DECODER_METRICS_PORT": "0", "DECODER_DEVICE": "cpu",
-            "DECODER_MODEL": str(text_model), "DECODER_LOAD_FORMAT": "dummy",
-            taken: f"127.0.0.1:{port}" if taken == "DECODER_ADDRESS" else str(port),
+            "MODEL": str(text_model), "ADDRESS": "127.0.0.1:0", "METRICS_PORT": "0",
+            "DEVICE": "cuda:9",  # an engine would fail in another way
+            name: f"127.0.0.1:{port}" if name == "ADDRESS" else str(port),
         }  # fmt: skip
-        ended = start("decoder", **variables)
-    assert ended.returncode == 2
-    assert f"decoder: Failed to bind to address 127.0.0.1:{port}\n" in ended.stderr
-    assert "Traceback" not in ended.stderr
+        for variable, value in variables.items():
+            monkeypatch.setenv(f"DECODER_{variable}", value)
+        assert run_service(DECODER) == 2
+    expected = f"decoder: DECODER_{name}: the service cannot listen on 127.0.0.1:{port}: Address"
+    assert capsys.readouterr().err.startswith(expected)
 
 
 async def test_an_engine_that_fails_at_start_is_status_1(text_model: Path):
