@@ -20,6 +20,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _TIMEOUT_S = 600
+# A server that starts or is full answers 503 and asks to be called again. This is the longest time
+# in which it is.
+_MOST_WAITING_S = 120
 _UNKNOWN_TYPE = "application/octet-stream"
 # Python 3.12 knows these types only from a file of the system that small images do not have.
 mimetypes.add_type("image/webp", ".webp")
@@ -115,7 +118,8 @@ class Server:
                 yield connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise AskError(
-                f"no answer from {self.url} ({error}); is `triptych serve` running?"
+                f"no answer from {self.url} ({error}); is `triptych serve` running? It "
+                "answers after its line `Triptych is ready`"
             ) from error
 
 
@@ -266,13 +270,33 @@ def _chunk(event: str) -> dict[str, Any]:
 
 
 def _events(server: Server, body: dict[str, Any]) -> Iterator[str]:
-    """Yields the `data:` payloads of a server-sent event stream."""
-    with server.request("POST", "/v1/chat/completions", body) as answer:
-        if answer.status != http.client.OK:
-            raise AskError(_error_text(answer.status, answer.read()))
-        for line in answer:
-            if line.startswith(b"data:"):
-                yield line[5:].strip().decode(errors="replace")
+    """Yields the `data:` payloads of a server-sent event stream. Waits for a server that is not
+    ready yet, and says so on stderr.
+    """
+    deadline, has_told = time.monotonic() + _MOST_WAITING_S, False
+    while True:
+        with server.request("POST", "/v1/chat/completions", body) as answer:
+            if answer.status == http.client.OK:
+                for line in answer:
+                    if line.startswith(b"data:"):
+                        yield line[5:].strip().decode(errors="replace")
+                return
+            message = _error_text(answer.status, answer.read())
+            wait_s = _retry_after_s(answer)
+        if wait_s is None or time.monotonic() + wait_s > deadline:
+            raise AskError(message)
+        if not has_told:
+            print(f"waiting for the server ({message})", file=sys.stderr, flush=True)
+            has_told = True
+        time.sleep(wait_s)
+
+
+def _retry_after_s(answer: http.client.HTTPResponse) -> float | None:
+    """Returns the seconds after which the server asks to be called again. None if it does not."""
+    wanted = answer.getheader("Retry-After", "")
+    if answer.status != http.client.SERVICE_UNAVAILABLE or not wanted.isdecimal():
+        return None
+    return max(1.0, float(wanted))
 
 
 def _error_text(status: int, body: bytes) -> str:

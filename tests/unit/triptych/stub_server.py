@@ -71,15 +71,21 @@ class StubServer:
         """The distinct URLs of images and clips."""
         return {url for urls in self.per_request() for url in urls}
 
-    async def refuse(self, status: int, message: str, writer: asyncio.StreamWriter) -> None:
+    async def refuse(
+        self, status: int, message: str, writer: asyncio.StreamWriter, headers: str = ""
+    ) -> None:
         error = json.dumps({"error": {"message": message}}).encode()
-        head = f"HTTP/1.1 {status} No\r\nContent-Length: {len(error)}\r\n\r\n"
+        head = f"HTTP/1.1 {status} No\r\n{headers}Content-Length: {len(error)}\r\n\r\n"
         writer.write(head.encode() + error)
         await writer.drain()
 
     async def answer(self, body: dict, writer: asyncio.StreamWriter) -> None:
         if self.behaviour == "refuse":
             await self.refuse(503, "full", writer)
+            return
+        if self.behaviour == "starts":
+            self.behaviour = "good"
+            await self.refuse(503, "no decoder is available", writer, "Retry-After: 1\r\n")
             return
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.triptych.stub_server import StubServer
-from triptych import cli
+from triptych import cli, client
 from triptych.client import AskError, Server, ask, media_part, question_message, split_words
 
 
@@ -136,6 +136,26 @@ def test_a_broken_answer_is_never_taken_for_a_whole_one(
     stub.behaviour = behaviour
     with pytest.raises(AskError, match=message):
         ask(Server(stub.url), {"messages": [question_message([], "hello")]})
+
+
+def test_a_server_that_starts_is_waited_for(
+    stub: StubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub.behaviour = "starts"
+    assert cli.main(["ask", "Who are you?", "--url", stub.url]) == 0
+    told = capsys.readouterr()
+    assert told.out == "xxx\n"
+    assert told.err == "waiting for the server (HTTP 503: no decoder is available)\n"
+
+
+def test_a_server_that_stays_full_is_left(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_MOST_WAITING_S", 0.5)
+    stub.behaviour = "starts"
+    with pytest.raises(AskError, match="HTTP 503: no decoder is available"):
+        ask(Server(stub.url), {"messages": [question_message([], "hello")]})
+    assert len(stub.bodies) == 1
 
 
 def test_nobody_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
