@@ -221,12 +221,34 @@ def write_checkpoint(directory: Path, *, tied: bool = False, seed: int = 0) -> P
     return write_tensors(directory, seed)
 
 
+def write_hybrid(directory: Path, *, seed: int = 0, tied: bool = False, **text: object) -> Path:
+    """A tiny Qwen3.5's language model, with the sizes and the vocabulary of `write_checkpoint`."""
+    write_checkpoint(directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["architectures"] = ["Qwen3_5ForConditionalGeneration"]
+    config["tie_word_embeddings"] = tied
+    config["vision_config"]["deepstack_visual_indexes"] = []
+    config["text_config"] |= {
+        "num_hidden_layers": 4, "rope_scaling": None,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True,
+            "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5,
+        },
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4,
+    } | text  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    return write_tensors(directory, seed)
+
+
 def write_tensors(directory: Path, seed: int = 0) -> Path:
     """Random tensors for the language model of a directory that has its JSON files."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in tensor_shapes(directory).items():
-        if len(shape) == 1:
+        if name.endswith("A_log"):  # states that last, and states that do not
+            tensors[name] = 5.0 * torch.rand(shape, generator=generator) - 4.0
+        elif len(shape) == 1:
             tensors[name] = torch.rand(shape, generator=generator) + 0.5
         else:
             scale = 4.0 if "embed" in name or "lm_head" in name else 1.5

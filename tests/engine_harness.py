@@ -51,7 +51,7 @@ class Harness:
         right_drafts: float = 0.8,
         **info: int,
     ) -> None:
-        self.runner = runner(runner_info(**info))
+        self.runner = runner(runner_info(max_drafts=max_drafts, **info))
         self.engine = Engine(
             self.runner,
             overlap=overlap,

@@ -9,7 +9,8 @@ right schedule must produce.
 
 With `info.has_states`, each row has a recurrent state, too, which is what the cache holds for its
 last token: a state that was not kept, not restored, restored from another prefix, or changed twice
-differs from the cache. A row's state is garbage when it is given to a sequence.
+differs from the cache. A row's state is garbage when it is given to a sequence. A draft does not
+change it, but is kept, until a step says how many of them are folded in.
 """
 
 from __future__ import annotations
@@ -241,6 +242,8 @@ class FakeRunner:
     _starts: dict[int, FakeRow] = field(default_factory=dict)  # by row, as of the launches
     _tables: dict[int, list[int]] = field(default_factory=dict)
     _states: dict[int, int] = field(default_factory=dict)  # by row
+    _kept: dict[int, list[tuple[int, tuple[int, ...]]]] = field(default_factory=dict)  # by row
+    num_folded: int = 0
     checkpoints: dict[int, int] = field(default_factory=dict)  # by slot
     num_restored: int = 0
     num_saved: int = 0
@@ -402,15 +405,42 @@ class FakeRunner:
             entry = next_entry(previous, token, position, feature)
             self._write(table, number, entry)
             if self.info.has_states:
-                state = self._states[start.row] if number else 0
-                self._states[start.row] = next_entry(state, token, position, feature)
-                assert self._states[start.row] == entry, "the recurrent state is another one's"
+                state = self._next_state(step, index, number, token, position, feature)
+                assert state == entry, "the recurrent state is another one's"
             if (slot := slots.get(first + offset)) is not None:
                 assert 0 <= slot < self.info.num_checkpoints and length > 1
                 assert (offset + 1) % self.info.state_tokens == 0, "within a piece"
                 self.checkpoints[slot] = self._states[start.row]
                 self.num_saved += 1
         return any(key in self.poisoned for key, _ in features.values())
+
+    def _next_state(
+        self,
+        step: Step,
+        index: int,
+        number: int,
+        token: int,
+        position: tuple[int, ...],
+        feature: int,
+    ) -> int:
+        """The state after a token of a chunk, which changes the row's if it is not a draft."""
+        compute = step.compute
+        row, kept = int(compute.rows[index]), self._kept.setdefault(int(compute.rows[index]), [])
+        state = self._states[row] if number else 0
+        if index and compute.rows[index - 1] == row:  # a draft
+            for before in kept:
+                state = next_entry(state, *before, 0)
+            kept.append((token, position))
+            assert len(kept) <= self.info.max_drafts
+            return next_entry(state, token, position, feature)
+        folds = {} if compute.folds is None else dict(compute.folds.tolist())
+        count = folds.get(index, 0)
+        self.num_folded += count
+        for before in kept[:count]:
+            state = next_entry(state, *before, 0)
+        kept.clear()
+        self._states[row] = state = next_entry(state, token, position, feature)
+        return state
 
     def _features(self, step: Step, first: int, length: int) -> dict[int, tuple[bytes, int]]:
         """Image keys and features of a chunk's tokens, read from the arena now."""

@@ -31,14 +31,14 @@ def decode(inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: T
         layout: sequences and slots of the step.
         out: `[T, value_heads, value_dim]`, of which the rows of decodes are written.
     """
-    _refuse_capture()
+    refuse_capture()
     count, width = layout.num_decodes, inputs.spec.conv_width
     slots, index = layout.slots[:count], layout.seq_lens_device[:count].long() - 1
     tokens = inputs.qkv[:count]
-    taps = [_column(states, slots, index - back, width) for back in range(width - 1, 0, -1)]
+    taps = [column(states, slots, index - back, width) for back in range(width - 1, 0, -1)]
     states.conv[slots, index % width] = tokens
-    query, key, value = _heads(_convolved([*taps, tokens], inputs), inputs)
-    decay, beta = _gates(inputs, slice(0, count))
+    query, key, value = heads(convolved([*taps, tokens], inputs), inputs)
+    decay, beta = gates(inputs, slice(0, count))
     state = states.recurrent[slots].where((index > 0)[:, None, None, None], 0.0)
     state = state * decay.exp()[..., None, None]
     delta = (value - (state * key[..., None]).sum(-2)) * beta[..., None]
@@ -60,7 +60,7 @@ def prefill(
         inputs, states, layout, out: see `decode`. The rows of chunks are written to `out`.
         saved: states to save within chunks, from `StateLayout.saved`. None if no state is saved.
     """
-    _refuse_capture()
+    refuse_capture()
     starts, lens = layout.cu_query_lens.tolist(), layout.seq_lens.tolist()
     saves = {} if saved is None else {t: s for t, s in enumerate(saved[0].tolist()) if s >= 0}
     for index in range(layout.num_decodes, len(lens)):
@@ -89,13 +89,13 @@ def _prefill_chunk(
     width, own = inputs.spec.conv_width, inputs.qkv[tokens]
     length = len(own)
     ahead = torch.arange(start - width + 1, start, device=own.device)
-    before = _column(states, slot.expand(width - 1), ahead, width)
+    before = column(states, slot.expand(width - 1), ahead, width)
     window = torch.cat((before, own))
     taps = [window[tap : tap + length] for tap in range(width)]
     last = torch.arange(max(start, start + length - width), start + length, device=own.device)
     states.conv[slot, last % width] = own[len(own) - len(last) :]
-    query, key, value = (part.transpose(0, 1) for part in _heads(_convolved(taps, inputs), inputs))
-    decay, beta = (part.T for part in _gates(inputs, tokens))
+    query, key, value = (part.transpose(0, 1) for part in heads(convolved(taps, inputs), inputs))
+    decay, beta = (part.T for part in gates(inputs, tokens))
     initial = states.recurrent[slot[0]] if start else None
     found, state = chunked(query, key, value, decay, beta, initial)
     out[tokens] = found.transpose(0, 1).to(out.dtype)
@@ -154,7 +154,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed * F.silu(gate.float())).to(x.dtype)
 
 
-def _refuse_capture() -> None:
+def refuse_capture() -> None:
     """Refuses to run during the capture of a CUDA graph.
 
     The lengths differ between replays of a graph, but these functions read them on the host.
@@ -166,7 +166,7 @@ def _refuse_capture() -> None:
         raise RuntimeError("the plain gated delta rule cannot be part of a CUDA graph")
 
 
-def _column(states: LayerStates, slots: Tensor, index: Tensor, width: int) -> Tensor:
+def column(states: LayerStates, slots: Tensor, index: Tensor, width: int) -> Tensor:
     """Reads the convolution's input at a token of each slot: `[n, channels]`.
 
     Inputs before the first token of a sequence are zero.
@@ -174,7 +174,7 @@ def _column(states: LayerStates, slots: Tensor, index: Tensor, width: int) -> Te
     return states.conv[slots, index % width].where((index >= 0)[:, None], 0.0)
 
 
-def _convolved(taps: Sequence[Tensor], inputs: DeltaInputs) -> Tensor:
+def convolved(taps: Sequence[Tensor], inputs: DeltaInputs) -> Tensor:
     """Computes SiLU of the weighted sum of the convolution's taps, `[n, channels]` each."""
     weights = inputs.conv.float().unbind(1)
     mixed = sum(tap.float() * weight for tap, weight in zip(taps, weights, strict=True))
@@ -182,7 +182,7 @@ def _convolved(taps: Sequence[Tensor], inputs: DeltaInputs) -> Tensor:
     return F.silu(mixed).to(inputs.qkv.dtype)
 
 
-def _heads(mixed: Tensor, inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor]:
+def heads(mixed: Tensor, inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Divides `[n, channels]` into queries, keys and values of value heads, `[n, H, dim]` float32.
 
     Queries and keys are normalized, and repeated for the value heads of their group.
@@ -204,7 +204,7 @@ def _normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
 
 
-def _gates(inputs: DeltaInputs, tokens: slice) -> tuple[Tensor, Tensor]:
+def gates(inputs: DeltaInputs, tokens: slice) -> tuple[Tensor, Tensor]:
     """Computes the logarithm of the decay, and beta, `[n, H]` float32 each."""
     wide = inputs.decay[tokens].float() + inputs.dt_bias.float()
     beta = inputs.beta[tokens].sigmoid().float()

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.linear_attention.draft_runs import DraftRuns, KeptInputs
+
 # Tokens of a chunk whose recurrence kernels solve at the same time. The state is only known after
 # each piece.
 PIECE = 64
@@ -123,6 +125,8 @@ class StateLayout:
             -1 if the state is not saved. None if there are no chunks or no checkpoints. Kernels can
             save only after whole pieces of a chunk. The reference implementation can save after any
             token, except the only token of a chunk.
+        runs: the decodes as runs of tokens. None if the step has no drafts and no inputs to fold.
+        kept: inputs of each row's last drafts. None if sequences have no drafts.
     """
 
     cache: StateCache
@@ -135,6 +139,8 @@ class StateLayout:
     work: Tensor | None = None
     checkpoints: StateCache | None = None
     saves: Tensor | None = None
+    runs: DraftRuns | None = None
+    kept: KeptInputs | None = None
 
     def saved(self, layer: int) -> tuple[Tensor, LayerStates] | None:
         """Returns `saves` and a layer's states of the checkpoints. None if no state is saved."""

@@ -70,4 +70,5 @@ def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
         memory_fraction=settings.memory_fraction,
         kv_cache_bytes=settings.kv_cache_bytes,
         kernels=settings.kernels,
+        max_drafts=settings.max_drafts(device),
     )

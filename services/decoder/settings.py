@@ -33,7 +33,7 @@ class DecoderSettings(EngineServiceSettings):
         speculation: source of drafts, which are guesses of a sequence's next tokens that are
             verified together in one step. `lookup` copies them from the request's own text, and
             from a `prediction` in the request. `off` uses none. `auto` is `lookup` on a CPU and
-            `off` on a GPU. Drafts change no answer. Models with recurrent states have none.
+            `off` on a GPU. Drafts change no answer.
         speculation_tokens: largest number of drafts of a sequence in a step.
         max_model_len: largest number of prompt and completion tokens of a sequence. Defaults to
             the model's limit.

@@ -111,7 +111,8 @@ class Bench:
             "kv_cache_bytes": 64 << 20,
         } | options  # fmt: skip
         runner = create_runner(
-            RunnerOptions(model_directory=self.oracle.directory, **chosen), self.arena
+            RunnerOptions(model_directory=self.oracle.directory, max_drafts=max_drafts, **chosen),
+            self.arena,
         )
         engine = Engine(
             runner, overlap=overlap, out_of_memory=(torch.OutOfMemoryError,),
@@ -223,10 +224,8 @@ def test_with_drafts(bench: Bench, alone: dict[int, list[int]], share: float) ->
     )
     assert bench.ask(engine, range(NUM_REQUESTS)) == alone
     drafts = engine.stats().drafts
-    assert (drafts is None) == engine.info.has_states
-    if drafts is not None:
-        assert drafts.num_accepted > 2 * NUM_REQUESTS
-        assert (drafts.num_accepted < drafts.num_drafts) == (share < 1.0)
+    assert drafts is not None and drafts.num_accepted > 2 * NUM_REQUESTS
+    assert (drafts.num_accepted < drafts.num_drafts) == (share < 1.0)
 
 
 def test_prefix_hit(bench: Bench, alone: dict[int, list[int]]) -> None:

@@ -122,6 +122,8 @@ class ComputeStep(msgspec.Struct, array_like=True):
             tokens, number m of most likely tokens to report at each place.
         has_drafts: True if sequences verify drafts. Each of these sequences has several chunks of
             one token, one after the other (`schedule.chunk`).
+        folds: `[F, 2]`, accepted drafts that rows have not folded into their recurrent states yet:
+            index of the row's first chunk, number of drafts. None if there are none.
     """
 
     rows: Int64Array
@@ -139,6 +141,7 @@ class ComputeStep(msgspec.Struct, array_like=True):
     state_saves: Int64Array | None = None
     scored: Int64Array = _empty(np.int64, 0, 3)
     has_drafts: bool = False
+    folds: Int64Array | None = None
 
     @property
     def num_tokens(self) -> int:

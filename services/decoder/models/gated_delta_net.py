@@ -97,7 +97,11 @@ class GatedDeltaNet(nn.Module):
         )
         mixed = projected.new_empty(len(projected), heads, sizes.value_head_dim)
         states, count = layout.cache.layer(self.layer), layout.num_decodes
-        if count:
+        if layout.runs is not None:
+            assert layout.kept is not None
+            kept = layout.kept.layer(self.layer)
+            table.call("delta_verify", inputs, states, layout, kept, mixed, num_tokens=count)
+        elif count:
             table.call("delta_decode", inputs, states, layout, mixed, num_tokens=count)
         if count < len(layout.slots):
             saved = layout.saved(self.layer)

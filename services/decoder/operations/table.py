@@ -21,7 +21,7 @@ from kernels import plain, tuning
 from kernels.attention import attention_tuning
 from kernels.device import DeviceFacts
 from kernels.gemm import cublaslt, fp8_weight
-from kernels.linear_attention import delta_rule
+from kernels.linear_attention import delta_rule, delta_rule_drafts
 from kernels.sampling import sampling
 from kernels.tuning import SwigluGemmConfig
 from services.common.model_spec import RopeSpec, TextSpec
@@ -388,6 +388,7 @@ ROWS: Sequence[Row] = (
     *_twins("output_gate", _GATES, plain.output_gate, pdl=True),
     *_twins("reduce_split_k", "gemm.skinny_gemm", plain.reduce_split_k, pdl=True),
     *_twins("delta_decode", f"{_DELTA}_decode", delta_rule.decode, _delta_sizes, pdl=True),
+    Row("delta_verify", "plain", _plain(delta_rule_drafts.verify)),
     *_twins("delta_prefill", f"{_DELTA}_prefill", delta_rule.prefill, _delta_sizes),
     *_twins("gated_norm", _GATES, delta_rule.gated_norm, pdl=True),
     Row(

@@ -113,6 +113,10 @@ class Bench:
             check_engine(engine)
             assert done is not None or engine.pending, "the engine has stopped"
             events = done.events if done else []
+            for images in done.images_wanted if done else []:  # of sequences that were preempted
+                of_sequence = self.offsets[images.sequence_id - first]
+                for key in images.keys:
+                    engine.image_ready(images.sequence_id, key, of_sequence[key])
             wanted = engine.new_tokens(events)
             for event in events:
                 number = event.sequence_id - first

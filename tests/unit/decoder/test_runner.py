@@ -26,7 +26,7 @@ from tests.decoder_harness import Harness, completion_of, write_checkpoint
 from tests.engine_harness import small_pieces
 from tests.sampling_twins import mask_of
 
-FEATURES, HIDDEN, NUM_TOKENS = 3, 32, 10
+HIDDEN, NUM_TOKENS = 32, 10
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,8 @@ def start(harness: Harness, kind: int, row: int, sampling: SamplingParams | None
         delta = int(positions.max()) + 1 - length
         for offset, count in images:
             token_ids[offset : offset + count] = [95] * count
-            embedding = torch.from_numpy(rng.normal(0, 2, (FEATURES, count, HIDDEN))).float()
-            placed.append((offset, embedding))
+            shape = harness.runner.info.num_features, count, HIDDEN
+            placed.append((offset, torch.from_numpy(rng.normal(0, 2, shape)).float()))
     return harness.start(token_ids, row, sampling, positions=positions, delta=delta, images=placed)
 
 

@@ -27,12 +27,27 @@ from tests.integrity import check_checkpoints
     failure=failures,
     checkpoints=st.integers(0, 4),
     state_tokens=st.sampled_from((1, 8, 16)),
+    drafts=st.none() | st.tuples(st.integers(1, 6), st.sampled_from([0.0, 0.5, 0.9, 1.0])),
 )
 def test_every_sequence_has_the_state_it_has_alone(
-    program, engine, failure, checkpoints, state_tokens
+    program, engine, failure, checkpoints, state_tokens, drafts
 ):
-    harness = harness_of(checkpoints, state_tokens=state_tokens, **engine)
+    max_drafts, share = drafts or (0, 0.0)
+    harness = harness_of(
+        checkpoints, state_tokens=state_tokens, max_drafts=max_drafts, right_drafts=share, **engine
+    )
     play(harness, program, failure)
+
+
+def test_drafts_are_folded_into_the_state_when_they_are_accepted() -> None:
+    harness = harness_of(overlap=False, max_drafts=4, right_drafts=0.8)
+    for number in range(3):
+        harness.add(add_message(number, prompt_of(number, 30), max_tokens=40))
+    harness.run()
+    drafts = harness.engine.stats().drafts
+    # The drafts of a sequence's last step are not folded: no step follows.
+    assert drafts is not None and 30 < harness.runner.num_folded <= drafts.num_accepted
+    harness.assert_all_as_alone()
 
 
 def harness_of(checkpoints: int = 8, **info: int) -> Harness:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels import launches
+from kernels.linear_attention.draft_runs import DraftRuns, KeptInputs
 from kernels.linear_attention.states import StateCache, StateLayout
 from kernels.rows import DeviceRows, EnteredStep, OfChunk, StepEntry
 from kernels.tuning import (
@@ -135,6 +136,8 @@ class DeviceState:
             block is scratch.
         states: recurrent states of the rows. None if the model has no linear attention.
         checkpoints: recurrent states at block boundaries. None if there are no slots for them.
+        kept: inputs of each row's last drafts. None if the model has no linear attention, or if
+            sequences have no drafts.
         rows: tables of the rows. The last row is scratch, for padding.
     """
 
@@ -142,6 +145,7 @@ class DeviceState:
     states: StateCache | None
     checkpoints: StateCache | None
     rows: DeviceRows
+    kept: KeptInputs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +203,10 @@ class StepParts:
                 work=None if places.pieces is None else device(places.pieces),
                 checkpoints=state.checkpoints,
                 saves=None if places.saves is None else device(places.saves),
+                kept=state.kept,
             )
+            if state.kept is not None and (step.has_drafts or step.folds):
+                metadata.states.runs = _draft_runs(step, state.states, state.kept)
         return metadata
 
     def forward(
@@ -228,6 +235,19 @@ class StepParts:
         return self.model.forward(
             entered.input_ids, entered.positions, state.kv_cache, metadata, visual, rows
         )
+
+
+def _draft_runs(step: StepInputs, states: StateCache, kept: KeptInputs) -> DraftRuns:
+    """Returns the decodes of a step with drafts, or with inputs to fold, as runs."""
+    count = step.num_decodes
+    return DraftRuns.of(
+        step.chunks[OfChunk.ROW, :count].tolist(),
+        step.seq_lens[:count].tolist(),
+        step.folds,
+        num_drafts=kept.qkv.shape[2],
+        width=states.conv.shape[2],
+        device=states.conv.device,
+    )
 
 
 class GraphMemory:

@@ -18,6 +18,7 @@ from torch import nn
 from kernels.attention.attention_tuning import AttentionFacts
 from kernels.attention.fp8_pages import E4M3
 from kernels.device import DeviceFacts
+from kernels.linear_attention.draft_runs import KeptInputs
 from kernels.linear_attention.states import PIECE, StateCache
 from kernels.rows import DeviceRows
 from services.common.families import read_spec
@@ -93,6 +94,7 @@ class RunnerOptions:
             in addition to these.
         cuda_graphs: True if steps are captured as CUDA graphs, on a GPU.
         kernels: overrides of the dispatch table: `op=implementation,...`, or `plain`.
+        max_drafts: the most drafts of a sequence in a step. 0 if there is no speculation.
     """
 
     model_directory: Path
@@ -111,6 +113,7 @@ class RunnerOptions:
     checkpoint_bytes: int | None = None
     cuda_graphs: bool = True
     kernels: str = ""
+    max_drafts: int = 0
 
 
 def create_runner(
@@ -146,13 +149,14 @@ def create_runner(
     shape = _shape(text, options, E4M3 if fp8_cache else dtype)
     images = _image_reader(spec, options, arena, device, dtype)
     states = _states(text, options.max_num_sequences + 1, dtype, device)  # with a scratch state
+    kept = _kept_inputs(text, options, dtype, device)
 
     def make(info: EngineInfo) -> ModelRunner:
         pool = kv_cache.allocate(shape, info.num_blocks, device)
         max_blocks = -(-info.max_model_len // info.block_size)
         rows = DeviceRows.allocate(options.max_num_sequences, max_blocks, device)
         checkpoints = _states(text, info.num_checkpoints, dtype, device)
-        state = DeviceState(pool, states, checkpoints, rows)
+        state = DeviceState(pool, states, checkpoints, rows, kept)
         computer = StepComputer(info, model, backend, state, images, ranks)
         return ModelRunner(computer) if pooler is None else PoolingRunner(computer, pooler)
 
@@ -299,6 +303,7 @@ def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> Engine
         num_blocks=0,
         max_num_sequences=options.max_num_sequences,
         max_batched_tokens=options.max_batched_tokens,
+        max_drafts=options.max_drafts,
         expert_share=moe.top_k / moe.num_experts if moe is not None else 0.0,
         on_gpu=on_gpu,
         has_states=spec.text.linear_attention is not None,
@@ -315,6 +320,17 @@ def _states(
         return None
     num_layers = len(text.linear_layers)
     return StateCache.allocate(text.linear_attention, num_layers, count, dtype, device)
+
+
+def _kept_inputs(
+    text: TextSpec, options: RunnerOptions, dtype: torch.dtype, device: torch.device
+) -> KeptInputs | None:
+    """Allocates the inputs of drafts that rows keep. Returns None if rows need to keep none."""
+    spec = text.linear_attention
+    if spec is None or not options.max_drafts:
+        return None
+    sizes = len(text.linear_layers), options.max_num_sequences + 1, options.max_drafts
+    return KeptInputs.allocate(spec.num_channels, spec.num_value_heads, sizes, dtype, device)
 
 
 def _fixed_budget(options: RunnerOptions, device: torch.device) -> int | None:

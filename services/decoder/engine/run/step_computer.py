@@ -94,7 +94,9 @@ class StepComputer:
         """Copies a step's arrays into the staging buffer; the caller may add more arrays."""
         inputs = step_inputs.lay_out(step, self.max_blocks)
         graphs = None
-        if not step.keeps_hidden:
+        # No kernel folds the inputs of drafts into recurrent states, so no graph does.
+        has_runs = self.state.kept is not None and (step.has_drafts or step.folds is not None)
+        if not step.keeps_hidden and not has_runs:
             graphs = next((each for each in self.graphs if each.pad(inputs)), None)
         return self.stage_inputs(inputs, graphs)
 

@@ -88,6 +88,7 @@ class StepInputs:
         samples: `[B]`, indices of the chunks that sample.
         images: runs of image tokens.
         state_saves, has_drafts: see `ComputeStep`.
+        folds: numbers of `ComputeStep.folds` by index of the chunk.
         block_updates: changes of the flat block tables before the step runs.
         position_deltas: changes of the rows' position deltas before the step runs.
         places: places in the staging buffer, set by `stage`.
@@ -107,6 +108,7 @@ class StepInputs:
     images: list[ImageRun]
     state_saves: IntArray | None = None
     has_drafts: bool = False
+    folds: dict[int, int] = field(default_factory=dict[int, int])
     block_updates: Updates = NO_UPDATES
     position_deltas: Updates = NO_UPDATES
     places: Places = field(init=False)
@@ -180,6 +182,7 @@ def _chunks(step: ComputeStep, max_blocks: int) -> StepInputs:
         images=[ImageRun(*run) for run in step.images.tolist()],
         state_saves=step.state_saves,
         has_drafts=step.has_drafts,
+        folds={} if step.folds is None else dict(step.folds.tolist()),
     )
 
 

@@ -89,6 +89,8 @@ class Batch:
                 compute.scored, sample.followers = self._scored_runs(num_from_device)
             if any([chunk.sequence.drafts is not None for chunk in known]):
                 sample.draft_counts = counts_of(sampling)
+                folds = [(i, c.num_folded) for i, c in enumerate(chunks) if c.num_folded]
+                compute.folds = np.array(folds, np.int64) if folds else None
             if masks := _token_masks(sampling, num_from_device):
                 sample.masked = np.array([*masks], np.int64)
                 sample.token_masks = np.stack([*masks.values()])

@@ -44,6 +44,8 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
             gets no token from this step.
         drafts: ids of the drafts that are computed behind the chunk's one token.
         num_before: number of drafts before the chunk's one token, if the chunk is one of `parts`.
+        num_folded: number of the sequence's last accepted drafts that its recurrent state lacks,
+            see `ComputeStep.folds`.
     """
 
     sequence: Sequence
@@ -57,6 +59,7 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     is_void: bool = False
     drafts: tuple[int, ...] = ()
     num_before: int = 0
+    num_folded: int = 0
 
     @property
     def token_ids(self) -> "array[int]":
@@ -78,12 +81,14 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     @property
     def parts(self) -> "list[Chunk]":
         """Chunks of one token each: the last token of the sequence, then each of the drafts."""
-        return [
+        parts = [
             Chunk(
                 self.sequence, self.start + i, 1, False, True, drafts=self.drafts, num_before=i
             )
             for i in range(1 + len(self.drafts))
         ]  # fmt: skip
+        parts[0].num_folded = self.num_folded
+        return parts
 
 
 Accepted = tuple[list[list[int]], list[int], dict[int, list[Logprobs]]]

@@ -119,11 +119,16 @@ class Decodes:
             start, limit = sequence.num_computed_tokens, self._most_tokens(sequence)
             sequence.num_computed_tokens = start + limit
             sequence.num_in_flight += 1
-            drafts = () if sequence.drafts is None else sequence.drafts.take()
+            drafts, num_folded = (), 0
+            if sequence.drafts is not None:
+                drafts, num_folded = sequence.drafts.take(), sequence.drafts.num_unfolded
+                sequence.drafts.num_unfolded = 0
             if sequence.plans_ahead and not drafts:
                 number = sequence.sequence_id
                 self.decoding[number] = self.awaiting.pop(number)
-            chunks.append(Chunk(sequence, start, 1, False, True, limit, drafts=drafts))
+            chunk = Chunk(sequence, start, 1, False, True, limit, drafts=drafts)
+            chunk.num_folded = num_folded
+            chunks.append(chunk)
         return chunks
 
     def _ready_together(self) -> list[Sequence]:

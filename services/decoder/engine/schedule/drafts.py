@@ -23,6 +23,8 @@ class Drafts:
         chosen: the first of these drafts, which the next step verifies.
         rate: estimated share of right drafts, among those up to the first wrong one.
         uncounted: ids of the sequence's last tokens that the penalties of its row have not counted.
+        num_unfolded: number of accepted drafts that the row's recurrent state lacks, because it
+            has only seen the token before them. 0 if the model has no recurrent states.
     """
 
     source: DraftSource
@@ -30,12 +32,13 @@ class Drafts:
     chosen: list[int] = field(default_factory=list[int])
     rate: float = _FIRST_RATE
     uncounted: list[int] = field(default_factory=list[int])
+    num_unfolded: int = 0
     _resumes_at: int = 0
     _pause: int = 0
 
     def leave_row(self) -> None:
         """Forgets what is meant for the row that the sequence loses."""
-        self.chosen, self.uncounted = [], []
+        self.chosen, self.uncounted, self.num_unfolded = [], [], 0
 
     def take(self) -> tuple[int, ...]:
         """Returns the chosen drafts, which are then no longer chosen."""

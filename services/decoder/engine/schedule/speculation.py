@@ -85,9 +85,9 @@ class Speculation:
     ) -> None:
         if max_drafts and info.max_tokens_per_step > 1:
             raise ValueError("the runner yields several tokens a step by itself")
-        if max_drafts and info.has_states:
-            log.info("no speculation: the model has recurrent states, which cannot be taken back")
-            max_drafts = 0
+        if info.has_states and max_drafts > info.max_drafts:
+            raise ValueError("the runner keeps no inputs of drafts for its recurrent states")
+        self._has_states = info.has_states
         self.max_drafts = max_drafts
         self.sources: DraftSources = Lookups()
         self.totals = DraftTotals(accepted_at=[0] * max_drafts) if max_drafts else None
@@ -197,6 +197,8 @@ class Speculation:
             totals.accepted_at[place] += 1
         drafts.verified(num_matching, num_drafts, len(sequence.token_ids))
         is_running = sequence.state is SequenceState.RUNNING
+        if is_running and self._has_states:
+            drafts.num_unfolded = num_tokens - 1
         if is_running and sequence.message.sampling.has_penalties:
             drafts.uncounted += sequence.token_ids[-num_tokens:]
         self._lengths.add(num_accepted)

@@ -1,0 +1,193 @@
+"""Decodes that verify drafts, as runs of tokens over recurrent states.
+
+A recurrent state that has seen a rejected draft cannot be taken back. So a step changes the state
+of a row by the row's first token alone, which is never rejected. It computes the drafts behind that
+token from a copy of the state, and keeps the inputs of the drafts (`KeptInputs`). The next step of
+the row first *folds* the inputs of the accepted drafts into the state, which is then the state that
+the row would have without drafts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Kept inputs of one layer.
+
+    Attributes:
+        qkv: `[slots, drafts, channels]`, inputs of the convolution.
+        gates: `[slots, drafts, 2 * value_heads]`: beta before the sigmoid, then the decay before
+            `dt_bias`.
+    """
+
+    qkv: Tensor
+    gates: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KeptInputs:
+    """Inputs of each row's last drafts, for all layers, in the model's data type.
+
+    Attributes:
+        qkv, gates: see `LayerInputs`, with a leading dimension for the layers.
+    """
+
+    qkv: Tensor
+    gates: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        num_channels: int,
+        num_value_heads: int,
+        sizes: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Self:
+        """Allocates inputs with undefined contents.
+
+        Args:
+            num_channels: number of channels of the convolution.
+            num_value_heads: number of value heads.
+            sizes: numbers of layers, of slots, and of drafts of a slot.
+            dtype: the model's data type.
+            device: the device that computes.
+        """
+        return cls(
+            torch.empty(*sizes, num_channels, dtype=dtype, device=device),
+            torch.empty(*sizes, 2 * num_value_heads, dtype=dtype, device=device),
+        )
+
+    def layer(self, index: int) -> LayerInputs:
+        return LayerInputs(self.qkv[index], self.gates[index])
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Consecutive tokens of several sequences, the longest span first.
+
+    Attributes:
+        slots: `[R]` int64 on the device, slot of each sequence.
+        starts: `[R]` int64 on the device, index in the sequence of each span's first token.
+        lengths: number of tokens of each span, in descending order.
+        tokens: `[R, L]` int64 on the device, place of each token in the tensor that has the inputs.
+            L is the longest length. Shorter spans repeat their last token.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    lengths: list[int]
+    tokens: Tensor
+
+    def num_longer(self, length: int) -> int:
+        """Returns the number of spans with more than `length` tokens, which come first."""
+        return sum([each > length for each in self.lengths])
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRuns:
+    """The decodes of a step that has drafts, or that follows a step that had some.
+
+    Attributes:
+        own: the step's tokens, a span for each row: its first token and its drafts.
+        span_of, place_of: `[D]` int64 on the device, the span of each decode and its place there.
+        kept_slots, kept_places, kept_tokens: int64 on the device, for each draft: slot and place in
+            `LayerInputs` that get its inputs, and its place in the step.
+        folds: tokens whose inputs were kept and are folded into the states first, as places in
+            `LayerInputs` with slots and drafts flattened. None if there are none.
+        folded: `[F]` int64 on the device, the span of `own` that follows each span of `folds`.
+        ring_slots, ring_tokens: int64 on the device, slot and index in the sequence of the folded
+            tokens that the convolution may need later.
+        ring_places: int64 on the device, places of the same tokens in `LayerInputs`, flattened.
+    """
+
+    own: Spans
+    span_of: Tensor
+    place_of: Tensor
+    kept_slots: Tensor
+    kept_places: Tensor
+    kept_tokens: Tensor
+    folds: Spans | None = None
+    folded: Tensor | None = None
+    ring_slots: Tensor | None = None
+    ring_tokens: Tensor | None = None
+    ring_places: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        slots: Sequence[int],
+        seq_lens: Sequence[int],
+        folds: dict[int, int],
+        *,
+        num_drafts: int,
+        width: int,
+        device: torch.device,
+    ) -> Self:
+        """Groups a step's decodes into runs.
+
+        Args:
+            slots: slot of each decode. The decodes of a slot follow each other.
+            seq_lens: number of the sequence's tokens up to and with each decode.
+            folds: number of kept inputs that are folded before a decode, by the decode's index.
+            num_drafts: number of drafts of a slot in `LayerInputs`.
+            width: width of the convolution.
+            device: the device that computes.
+        """
+
+        def put(values: npt.ArrayLike) -> Tensor:
+            return torch.from_numpy(np.asarray(values, np.int64)).to(device)
+
+        groups = [[*group] for _, group in groupby(range(len(slots)), key=lambda i: slots[i])]
+        groups.sort(key=len, reverse=True)
+        firsts = [group[0] for group in groups]
+        own = _spans(
+            [slots[i] for i in firsts], [seq_lens[i] - 1 for i in firsts], groups, device=device
+        )
+        places = np.zeros((2, len(slots)), np.int64)
+        for span, group in enumerate(groups):
+            places[0, group], places[1, group] = span, range(len(group))
+        drafts = [(slots[i], place, i) for g in groups for place, i in enumerate(g[1:])]
+        kept = np.array(drafts, np.int64).reshape(-1, 3).T
+        found = cls(own, put(places[0]), put(places[1]), *map(put, kept))
+        counts = {i: folds[i] for i in sorted(folds, key=lambda i: -folds[i])}
+        if not counts:
+            return found
+        bases = [slots[i] * num_drafts for i in counts]
+        tokens = [[*range(base, base + n)] for base, n in zip(bases, counts.values(), strict=True)]
+        starts = [seq_lens[i] - 1 - n for i, n in counts.items()]
+        ring = [
+            (slots[i], seq_lens[i] - 1 - back, base + n - back)
+            for (i, n), base in zip(counts.items(), bases, strict=True)
+            for back in range(1, min(n, width) + 1)
+        ]
+        return cls(
+            own,
+            found.span_of,
+            found.place_of,
+            found.kept_slots,
+            found.kept_places,
+            found.kept_tokens,
+            _spans([slots[i] for i in counts], starts, tokens, device=device),
+            put([firsts.index(i) for i in counts]),
+            *map(put, np.array(ring, np.int64).T),
+        )
+
+
+def _spans(
+    slots: list[int], starts: list[int], tokens: list[list[int]], *, device: torch.device
+) -> Spans:
+    """Returns spans of which `tokens` has the places; the longest is the first."""
+    longest = len(tokens[0])
+    padded = [[*each, *each[-1:] * (longest - len(each))] for each in tokens]
+    arrays = (np.array(each, np.int64) for each in (slots, starts, padded))
+    found = [torch.from_numpy(each).to(device) for each in arrays]
+    return Spans(found[0], found[1], [len(each) for each in tokens], found[2])
