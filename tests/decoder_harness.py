@@ -35,10 +35,10 @@ BLOCK_SIZE = 4
 class Harness:
     """A runner, an arena and a block list without a scheduler."""
 
-    def __init__(self, directory: Path, **options: object) -> None:
+    def __init__(self, directory: Path, **options: Any) -> None:
         self.arena = mmap.mmap(-1, ARENA_BYTES)
         self._arena_used = 4096
-        chosen = {
+        chosen: dict[str, Any] = {
             "device": "cpu", "block_size": BLOCK_SIZE, "max_num_sequences": 8,
             "max_batched_tokens": 2048, "kv_cache_bytes": 16 << 20,
             "max_model_len": 2048,

@@ -127,7 +127,7 @@ class Harness:
                 assert found.start == len(scores) + 1, "logprobs of the prompt have a hole"
                 ranks = np.frombuffer(found.ranks, "<i4").tolist()
                 assert np.frombuffer(found.logprobs, "<f4").tolist() == ranks
-                most = self.added[event.sequence_id].sampling.prompt_logprobs
+                most = self.added[event.sequence_id].sampling.prompt_logprobs or 0
                 assert len(found.top_token_ids) == len(found.top_logprobs) == 4 * most * len(ranks)
                 scores += ranks
             tokens = self.tokens.setdefault(event.sequence_id, [])

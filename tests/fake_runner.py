@@ -22,7 +22,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,7 @@ _GARBAGE = -7  # the entry of a token that was not accepted
 
 
 def runner_info(**overrides: int) -> EngineInfo:
-    values = {
+    values: dict[str, Any] = {
         "num_features": 2, "hidden": 8, "vocab_size": VOCAB_SIZE, "max_model_len": 256,
         "block_size": 4, "num_blocks": 64, "max_num_sequences": 8, "max_batched_tokens": 64,
         "num_weight_tokens": 60,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import torch
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
+from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.pending_step import Readback
 from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
 from tests.cases import THOROUGH, cases, first
@@ -247,11 +249,12 @@ def test_beside_one_that_the_device_has_no_memory_for(
     calls = itertools.count()
 
     class Failing(Readback):
-        def tokens(self, *arguments):
+        def tokens(self, *arguments: Any, **named: Any) -> Any:
             if next(calls) in (1, 2, 4, 5, 7, 8):
                 raise torch.OutOfMemoryError
-            return super().tokens(*arguments)
+            return super().tokens(*arguments, **named)
 
+    assert isinstance(engine.runner, ModelRunner)
     engine.runner.readback = Failing(engine.info.max_num_sequences, torch.device("cpu"))
     answers = bench.ask(engine, range(NUM_REQUESTS), failures=6)
     assert answers == {number: alone[number] for number in answers}

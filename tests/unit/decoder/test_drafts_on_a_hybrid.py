@@ -20,7 +20,7 @@ from tests.unit.decoder.test_drafts_on_a_model import Bench, assert_equal
 SIZES = {"whole": 2048, "chunks": 40} if THOROUGH else {"chunks": 40}
 
 
-@pytest.fixture(scope="module", params=SIZES.values(), ids=SIZES)
+@pytest.fixture(scope="module", params=SIZES.values(), ids=list(SIZES))
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:

@@ -7,6 +7,7 @@ which drops the rule and has to change an answer.
 """
 
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import msgspec
@@ -29,10 +30,15 @@ from tests.sampling_twins import mask_of
 from tests.unit.decoder.test_runner import start
 
 NUM_TOKENS = 24
-GREEDY, DRAWN = {}, {"temperature": 0.9, "seed": 11}
-PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.8, "frequency_penalty": 0.7}
+GREEDY: dict[str, Any] = {}
+DRAWN: dict[str, Any] = {"temperature": 0.9, "seed": 11}
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.8,
+    "frequency_penalty": 0.7,
+}
 # Each is a request, with the kind of its prompt: 0 text, 1 an image, 2 two images.
-REQUESTS: dict[str, tuple[int, dict[str, object]]] = {
+REQUESTS: dict[str, tuple[int, dict[str, Any]]] = {
     "greedy": (0, GREEDY),
     "image": (1, GREEDY),
     "two images": (2, DRAWN),
@@ -244,7 +250,7 @@ def _one_place(bench: Bench) -> object:
     sampler = bench.harness.runner.sampler
     prepare = sampler.prepare
 
-    def prepare_in_one_place(rows: np.ndarray, ends: np.ndarray, *others: object) -> object:
+    def prepare_in_one_place(rows: np.ndarray, ends: np.ndarray, *others: Any) -> Any:
         ends = ends.copy()
         for index in range(1, len(rows)):
             if rows[index] == rows[index - 1]:

@@ -5,6 +5,8 @@ has alone.
 By default a hundred schedules; ten thousand with `--hypothesis-profile=schedules`.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -50,7 +52,7 @@ def test_drafts_are_folded_into_the_state_when_they_are_accepted() -> None:
     harness.assert_all_as_alone()
 
 
-def harness_of(checkpoints: int = 8, **info: int) -> Harness:
+def harness_of(checkpoints: int = 8, **info: Any) -> Harness:
     return Harness(has_states=True, num_checkpoints=checkpoints, **info)
 
 
@@ -202,6 +204,7 @@ def control(change: str) -> None:
     harness.add(add_message(0, prompt_of(1, 50), max_tokens=3))
     harness.run()
     if change == "not restored":
+        assert isinstance(harness.runner, UnrestoredRunner)
         harness.runner.restores = False
     elif change == "another's":
         harness.runner.checkpoints = dict.fromkeys(harness.runner.checkpoints, 12345)
