@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from triptych.adapter_options import add_adapter_options
 from triptych.options import (
     CARD_SHARE,
     DEFAULT_PORT,
@@ -31,7 +32,7 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 _ELSEWHERE = {
     "--pipeline-parallel-size": "use --tensor-parallel N to divide a model among N cards",
     "--data-parallel-size": "use --decoders N, which runs one decoder per card",
-    "--enable-lora": "LoRA is not supported",
+    "--enable-lora": "use --merge-adapter ORG/NAME|DIR, which folds an adapter into the weights",
     "--allowed-local-media-path": "export GATEWAY_ALLOWED_MEDIA",
     "--allowed-origins": "export GATEWAY_ALLOWED_SITES",
     "--uvicorn-log-level": "use --log-level",
@@ -222,8 +223,7 @@ def _add_model_options(serve: argparse.ArgumentParser) -> None:
     model(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="Data type of weights and caches. auto is bfloat16 on a GPU and float32 on a CPU. "
-        "Defaults to auto.",
+        help="Data type of weights and caches. Defaults to auto: bfloat16 on a GPU, else float32.",
     )
     model(
         "--quantization",
@@ -242,6 +242,7 @@ def _add_model_options(serve: argparse.ArgumentParser) -> None:
         help="dummy uses random weights, so that no weights are downloaded or read. Defaults to "
         "auto, which reads the checkpoint's.",
     )
+    add_adapter_options(model)
     _add_default_options(group)
 
 

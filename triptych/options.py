@@ -26,6 +26,8 @@ class ServeOptions:
 
     Attributes:
         model: directory of the checkpoint, or the model's name on the hub until it is downloaded.
+        merge_adapter: directory of an adapter that is folded into the weights, or its name on the
+            hub until it is downloaded. None if there is none.
         layout: value of `--layout`, see `layout.read_layout`.
         encoders: number of encoders. None if the layout decides.
         decoders: number of decoders. None if the layout decides.
@@ -45,6 +47,7 @@ class ServeOptions:
     """
 
     model: Path = DEMONSTRATION_MODEL
+    merge_adapter: Path | None = None
     host: str | None = None
     port: int | None = None
     metrics_host: str = LOOPBACK

@@ -57,6 +57,7 @@ _OPTIONS = {
     "MAX_NUM_SEQUENCES": "--max-num-seqs",
     "SPECULATION": "--speculation",
     "SPECULATION_TOKENS": "--speculation-tokens",
+    "MERGE_ADAPTER": "--merge-adapter",
     "DEVICE": "--device",
     "HOST": "--host",
     "PORT": "--port",
@@ -200,6 +201,7 @@ def plan_stack(
             "HOST": host,
             "SERVED_MODEL_NAME": names,
             **_server_defaults(options),
+            **_adapters(options),
             "ENCODER_ADDRESSES": _addresses(engines, "encoder"),
             "DECODER_ADDRESSES": _addresses(engines, "decoder"),
             **_token(links),
@@ -483,7 +485,7 @@ def _engines(
     decoders: list[Placement],
 ) -> list[_Service]:
     """Plans the encoders and then the decoders."""
-    decided = {"MODEL": str(options.model.resolve()), **_token(links)}
+    decided = {"MODEL": str(options.model.resolve()), **_token(links), **_adapters(options)}
     given = {"DTYPE": options.dtype, "LOAD_FORMAT": options.load_format}
     decided |= {field: value for field, value in given.items() if value is not None}
     defaults = {
@@ -524,6 +526,12 @@ def _engines(
             threads, ranks = placement.num_threads, placement.ranks
             found.append(_Service(kind, name, variables, own, num_threads=threads, ranks=ranks))
     return found
+
+
+def _adapters(options: ServeOptions) -> dict[str, str]:
+    """Returns the variable of all services for the adapter that is folded into the weights."""
+    found = options.merge_adapter
+    return {} if found is None else {"MERGE_ADAPTER": str(found.resolve())}
 
 
 def _listening(name: str, links: Links, ports: Ports) -> dict[str, str]:

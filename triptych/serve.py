@@ -23,6 +23,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from triptych import checks
+from triptych.adapter_options import resolve_adapters
 from triptych.checkpoint import Checkpoint
 from triptych.console import Console, View, make_view, write
 from triptych.devices import Card, Placement, count_gpus, visible_cards
@@ -78,7 +79,7 @@ def serve(options: ServeOptions, revision: str | None = None) -> int:
     try:
         with private_directory() as directory:
             model, name = resolve_model(options.model, revision)
-            options = replace(options, model=model, hub_name=name)
+            options = resolve_adapters(replace(options, model=model, hub_name=name))
             plan, specs = prepare(options, Path(directory), view.report)
             view.report(configuration(options, os.environ))  # an error before is one line
             return asyncio.run(_run(options, plan, specs, view))

@@ -120,6 +120,8 @@ class EngineServiceSettings(PeerSettings):
         device: `cpu`, `cuda` or `cuda:N`. `auto` is CUDA if there is a GPU, else the CPU.
         dtype: data type of weights, KV cache and embeddings. `auto` is bfloat16 on a GPU and
             float32 on a CPU.
+        merge_adapter: directory of a LoRA adapter that is folded into the weights while they are
+            read. It is the same in all services.
         load_format: `auto` reads safetensors files; `dummy` creates random weights.
         memory_fraction: share of the device's memory that the service may use.
         redis_url: URL of the Redis in which encoders store embeddings. If it is empty, embeddings
@@ -137,6 +139,7 @@ class EngineServiceSettings(PeerSettings):
     health_port: Port = 0
     metrics_port: Port
     model: Path
+    merge_adapter: Path | None = None
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"

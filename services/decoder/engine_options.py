@@ -59,6 +59,7 @@ def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
     return RunnerOptions(
         model_directory=settings.model,
         task=settings.task,
+        merge_adapter=settings.merge_adapter,
         device=device,
         dtype=settings.dtype,
         load_format=settings.load_format,

@@ -24,11 +24,12 @@ from services.common.families import read_spec
 from services.common.geometry import Geometry
 from services.common.images.image_key import key_prefix
 from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec, VisionSpec
-from services.common.nn.checkpoint import Checkpoint, CheckpointError, fingerprint
+from services.common.nn.checkpoint import CheckpointError, fingerprint
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.layer_formats import set_methods
+from services.common.nn.merged_checkpoint import open_checkpoint
 from services.common.nn.weights import DUMMY_FINGERPRINT, load_weights
 from services.common.process.channel import ChannelClosed, EngineChannel
 from services.common.process.engine_process import REFUSED, EngineEnd, accept, leave
@@ -216,7 +217,7 @@ def load_model(
         )
         weights = DUMMY_FINGERPRINT.encode()
     else:
-        checkpoint = Checkpoint.open(spec.directory)
+        checkpoint = open_checkpoint(spec, settings.merge_adapter, dtype)
         set_methods(model, checkpoint, model.weight_map, spec.checkpoint.quantization)
         load_weights(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint

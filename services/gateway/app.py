@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fastapi import APIRouter
 from starlette.types import ASGIApp
 
+from services.common.adapter_config import merged_fingerprint
 from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, ModelSpecError
@@ -296,7 +297,7 @@ def _pools(
     pod_times: PodTimes | None,
 ) -> tuple[EncoderPool, DecoderPool]:
     """Makes the pools of pods. The addresses of encoders are ignored if the model has no vision."""
-    fingerprint = checkpoint_fingerprint(spec.directory)
+    fingerprint = merged_fingerprint(checkpoint_fingerprint(spec.directory), settings.merge_adapter)
     served = ServedModel(
         fingerprint,
         spec.text.vocab_size,

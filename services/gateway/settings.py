@@ -37,6 +37,8 @@ class GatewaySettings(PeerSettings):
         task: task of the checkpoint: `generate` for text, `embed` for vectors of a search, `rank`
             for the scores of a reranker. `auto` is the task that the checkpoint's files name, or
             else `generate`. It is the same in the decoders.
+        merge_adapter: directory of the LoRA adapter that encoders and decoders fold into the
+            weights. The gateway reads it to know their fingerprint.
         served_model_name: comma-separated names by which requests may call the model. Answers have
             the first name. Defaults to the name of the model's directory.
         chat_template: file with a chat template (Jinja) that is used instead of the checkpoint's.
@@ -95,6 +97,7 @@ class GatewaySettings(PeerSettings):
     port: Port = 8000
     metrics_port: Port = 9103
     model: Path
+    merge_adapter: Path | None = None
     task: Literal["auto", "generate", "embed", "rank"] = "auto"
     served_model_name: Annotated[str, Field(max_length=4096)] = ""
     chat_template: Path | None = None

@@ -45,7 +45,11 @@ def read_spec(directory: Path | str, task: str = "") -> ModelSpec:
     # a PermissionError, which this function does not promise.
     if not os.path.exists(directory / "config.json"):
         is_adapter = os.path.exists(directory / "adapter_config.json")
-        why = "is an adapter: merge it into its model" if is_adapter else "has no config.json"
+        why = (
+            "is an adapter: serve its model with --merge-adapter"
+            if is_adapter
+            else "has no config.json"
+        )
         raise ModelSpecError(f"no model at {directory}: it {why}")
     config = read_json(directory / "config.json")
     named = config.get("architectures") or ["(none)"]

@@ -24,6 +24,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from services.common.adapter_config import merged_fingerprint
 from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding_cache import RedisCache
@@ -165,7 +166,8 @@ async def served_fingerprint(settings: EngineServiceSettings) -> bytes:
     """
     if settings.load_format == "dummy":
         return b""
-    return await asyncio.to_thread(checkpoint_fingerprint, settings.model)
+    found = await asyncio.to_thread(checkpoint_fingerprint, settings.model)
+    return await asyncio.to_thread(merged_fingerprint, found, settings.merge_adapter)
 
 
 async def connect_redis(

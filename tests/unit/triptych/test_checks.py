@@ -114,7 +114,7 @@ TURNS = {
         "serve {model} --tensor-parallel 3", None,
         "the model's 2 attention heads cannot be divided among 3 GPUs; possible: 1",
     ),
-    "adapter": ("serve {model}", adapter, "no model at {model}: it is an adapter: merge it into"),
+    "adapter": ("serve {model}", adapter, "no model at {model}: it is an adapter: serve its model"),
     "adapter beside": (
         "serve {model}",
         adapter_beside,

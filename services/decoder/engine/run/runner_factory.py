@@ -23,7 +23,6 @@ from kernels.linear_attention.states import PIECE, StateCache
 from kernels.rows import DeviceRows
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, longest_context
-from services.common.nn.checkpoint import Checkpoint
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import parse_overrides
@@ -31,6 +30,7 @@ from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.formats import rows_of_layers
 from services.common.nn.layer_formats import set_methods
 from services.common.nn.linear import set_kernels
+from services.common.nn.merged_checkpoint import open_checkpoint
 from services.common.nn.weights import load_weights
 from services.common.process.progress import log_progress
 from services.common.quantization import quantized_at_load
@@ -76,6 +76,8 @@ class RunnerOptions:
         task: task of the checkpoint, see `DecoderSettings.task`.
         device: "cpu", "cuda" or "cuda:N"; "auto" is cuda if there is a GPU.
         dtype: "float32", "bfloat16" or "float16"; "auto" is bfloat16 on a GPU, float32 on a CPU.
+        merge_adapter: directory of an adapter that is folded into the weights. None if there is no
+            such adapter.
         load_format: "auto" for safetensors files, or "dummy" for random weights.
         quantization: format into which weights are quantized while they are read, see
             `quantized_at_load`. Empty if they are not.
@@ -99,6 +101,7 @@ class RunnerOptions:
 
     model_directory: Path
     task: str = "auto"
+    merge_adapter: Path | None = None
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
@@ -199,10 +202,12 @@ def _load(
 ) -> Transformer:
     checkpoint = None
     if options.load_format == "auto":
-        checkpoint = Checkpoint.open(spec.directory)
+        checkpoint = open_checkpoint(spec, options.merge_adapter, dtype)
         spec = as_stored(spec, checkpoint)
     elif options.load_format != "dummy":
         raise ValueError(f"load_format {options.load_format!r} is not known; use auto or dummy")
+    elif options.merge_adapter is not None:
+        raise ValueError("an adapter cannot be folded into random weights (load_format dummy)")
     kind, built = (Transformer, spec)
     if spec.search is not None:
         kind, built = PoolingTransformer, pooling_text(spec)

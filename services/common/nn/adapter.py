@@ -1,0 +1,155 @@
+"""Reads the weights of a LoRA adapter in PEFT's layout.
+
+A low-rank module adds `scaling * (x @ A.T) @ B.T` to the output of a linear layer. With DoRA, a
+magnitude per output then replaces the norm of each row of the changed weight. `modules_to_save` are
+whole modules that the adapter replaces.
+
+PEFT names a module as it is called in transformers, such as
+`base_model.model.model.language_model.layers.0.self_attn.q_proj`. Names here are without the
+wrappers: `layers.0.self_attn.q_proj`, `embed_tokens`, `lm_head` and `visual.blocks.0.attn.qkv`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from services.common.adapter_config import WEIGHTS, AdapterConfig, AdapterError
+
+_WRAPPERS = re.compile(r"^(?:model\.|language_model\.)*")
+_LOW_RANK = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?")
+
+
+def plain_name(name: str) -> str:
+    """Returns a module's or tensor's name without the wrappers around the language model."""
+    return _WRAPPERS.sub("", name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """The factors of one module's change.
+
+    Attributes:
+        a: `[rank, in_features]`. For experts, `[experts * rank, in_features]`.
+        b: `[out_features, rank]`. For experts, `[out_features, rank * experts]`.
+        scaling: factor of the product.
+        magnitude: `[out_features]`, norms of the rows of the changed weight. None without DoRA.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    magnitude: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+    def delta(self) -> Tensor:
+        """Returns the change of the weight `[out_features, in_features]` in float32."""
+        return (self.b.float() @ self.a.float()) * self.scaling
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Returns the changed weight in the data type of `weight`, rounded once, as PEFT does.
+
+        Args:
+            weight: `[out_features, in_features]`, weight of the base model.
+        """
+        changed = weight.float() + self.delta()
+        if self.magnitude is not None:
+            norm = torch.linalg.norm(changed, dim=1)
+            changed = (self.magnitude.float() / norm)[:, None] * changed
+        return changed.to(weight.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The weights of an adapter on the CPU.
+
+    Attributes:
+        config: options of the adapter.
+        linears: factors by module name.
+        experts: factors of the stacked experts of a layer, by the name of their module.
+        embedding: factors of the embedding table: `a` is `[rank, vocabulary]` and `b` is
+            `[hidden, rank]`. None if the table has no low-rank change.
+        saved: tensors that replace those of the base model, by tensor name.
+    """
+
+    config: AdapterConfig
+    linears: dict[str, LowRank] = field(default_factory=dict[str, LowRank])
+    experts: dict[str, list[LowRank]] = field(default_factory=dict[str, list[LowRank]])
+    embedding: LowRank | None = None
+    saved: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    @classmethod
+    def read(cls, config: AdapterConfig) -> "Adapter":
+        """Reads the weights of an adapter.
+
+        Raises:
+            AdapterError: the file is malformed, or has a tensor that is not computed. The message
+                names the tensor.
+        """
+        path = config.directory / WEIGHTS
+        factors: dict[str, dict[str, Tensor]] = {}
+        found = cls(config)
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - `safe_open` does not return a mapping
+                    short = name.removeprefix("base_model.model.")
+                    if short.endswith(".base_layer.weight"):
+                        continue  # PEFT saves the unchanged weights of adapted embeddings, too
+                    if match := _LOW_RANK.fullmatch(short):
+                        factors.setdefault(match[1], {})[match[2]] = file.get_tensor(name)
+                    else:
+                        found.saved[plain_name(short)] = file.get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise AdapterError(f"{path} is not a safetensors file: {error}") from None
+        for name, tensors in factors.items():
+            found._add(name, tensors)
+        for name in found.saved:
+            module = name.rpartition(".")[0]
+            if not module.endswith(config.saved_modules):  # as PEFT compares them
+                raise AdapterError(f"{path}: the tensor {name} is not known")
+        return found
+
+    def _add(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Adds the factors of a module under PEFT's name."""
+        where = f"{self.config.directory}/{WEIGHTS}: {name}"
+        is_embedding = "embedding_A" in tensors
+        a, b = (tensors.get(f"embedding_{k}" if is_embedding else k) for k in "AB")
+        if a is None or b is None:
+            raise AdapterError(f"{where} lacks lora_A or lora_B")
+        if a.dim() != 2 or b.dim() != 2:
+            raise AdapterError(f"{where} is a convolution, whose adapters are not supported")
+        module = name.replace(".base_layer", "")
+        factors = LowRank(
+            a=a, b=b, scaling=self.config.scaling(module), magnitude=tensors.get("magnitude_vector")
+        )
+        wanted = self.config.rank_of(module)
+        if a.shape[0] != b.shape[1] or a.shape[0] % wanted:
+            raise AdapterError(
+                f"{where} has rank {a.shape[0]} and {b.shape[1]}, the configuration says {wanted}"
+            )
+        if (factors.magnitude is not None) != self.config.uses_dora:
+            raise AdapterError(f"{where}: use_dora and the magnitudes in the file differ")
+        if is_embedding:
+            if plain_name(module) != "embed_tokens" or factors.magnitude is not None:
+                raise AdapterError(f"{where} is not supported")
+            self._set_embedding(factors)
+        elif a.shape[0] > wanted or module.endswith(".experts"):
+            self.experts.setdefault(plain_name(module), []).append(factors)
+        else:
+            self.linears[plain_name(module)] = factors
+
+    def _set_embedding(self, factors: LowRank) -> None:
+        object.__setattr__(self, "embedding", factors)
+
+
+def expert_delta(factors: LowRank, expert: int, count: int) -> Tensor:
+    """Returns the change `[out_features, in_features]` float32 of one of `count` experts."""
+    a = factors.a.reshape(count, -1, factors.a.shape[-1])[expert]
+    b = factors.b.reshape(len(factors.b), -1, count)[:, :, expert]
+    return (b.float() @ a.float()) * factors.scaling
