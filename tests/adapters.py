@@ -3,7 +3,7 @@
 import copy
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,14 +46,14 @@ def make_adapter(
                 parameter += 0.2 * noise * parameter.std()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adapted.save_pretrained(directory)
+        adapted.save_pretrained(str(directory))
     return adapted
 
 
 def adapted_oracle(oracle: Oracle, directory: Path, seed: int = 1, **config: Any) -> Oracle:
     """Returns an oracle of a checkpoint with an adapter, which is saved in a directory."""
     adapted = make_adapter(oracle.model, directory, seed, **config)
-    return Oracle(oracle.directory, adapted.base_model.model, oracle.spec)
+    return Oracle(oracle.directory, cast(PreTrainedModel, adapted.base_model.model), oracle.spec)
 
 
 def merged(model: PeftModel) -> PreTrainedModel:
