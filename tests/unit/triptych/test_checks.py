@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
+from tests.cases import first
 from tests.noise import least
 from tests.tiny_tokenizer import write_model_directory, write_text_model_directory
 from triptych import checks, cli
@@ -175,7 +176,8 @@ TURNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.thorough
+@pytest.mark.parametrize("turn", first(17, sorted(TURNS)))
 def test_a_wrong_turn_is_one_line_and_soon(model: Path, turn: str) -> None:
     words, spoil, said = TURNS[turn]
     if callable(spoil):
