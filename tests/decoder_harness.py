@@ -84,6 +84,7 @@ class Harness:
         positions: np.ndarray | None = None,
         delta: int = 0,
         images: Seq[tuple[int, Tensor]] = (),
+        adapter: int = -1,
     ) -> Sequence:
         """A sequence in a row. `images`: (offset of the first placeholder, embedding)."""
         self._next_id += 1
@@ -95,7 +96,7 @@ class Harness:
         given = b"" if positions is None else positions.astype(np.int32).tobytes()
         message = AddSequence(
             self._next_id, np.array(token_ids, np.int32).tobytes(), given, delta, spans,
-            sampling or SamplingParams(),
+            sampling or SamplingParams(), adapter=adapter,
         )  # fmt: skip
         sequence = Sequence(message, image_offsets=offsets)
         return self.restart(sequence, row)
@@ -168,7 +169,10 @@ class Harness:
             inputs = computer.stage(step.compute)
             computer.upload(step.compute, inputs)
             rows = None if only is None else torch.tensor(only)
-            return computer.model.logits(computer.forward(inputs, rows)).clone()
+            hidden, adapters = computer.forward(inputs, rows), computer.parts.adapters(inputs)
+            if adapters is not None and rows is not None:
+                adapters = adapters.part(rows)
+            return computer.model.logits(hidden, adapters=adapters).clone()
 
     def prompt_logits(self, sequence: Sequence, chunk_size: int | None = None) -> Tensor:
         """`[T, V]` of a whole prompt, computed in chunks; finishes the sequence."""

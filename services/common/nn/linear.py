@@ -278,6 +278,8 @@ class Linear(nn.Module):
     weight_scale: nn.Parameter
     weight_zero: nn.Parameter
     weight_row_scale: nn.Parameter
+    # Factors of adapters (`adapter_stack.AdapterStack`). None if no adapter changes the layer.
+    adapters: Any = None
     bias: nn.Parameter | None
 
     def __init__(

@@ -74,6 +74,7 @@ class AddSequence(msgspec.Struct, tag="add"):
             `schedule.admission`.
         tenant_weight: weight of the tenant.
         prediction: int32 ids that the client predicts for the completion. Empty if there are none.
+        adapter: slot of the adapter that computes the sequence; -1 for the base model alone.
         token_masks: True if each token is sampled under a mask. A process sends the mask
             (`TokenMasks`) when it has seen the token before. A step may be computed meanwhile. If
             the mask has not arrived when the step is sampled, the sequence gets no token from it.
@@ -92,6 +93,7 @@ class AddSequence(msgspec.Struct, tag="add"):
     tenant_weight: float = 1.0
     token_masks: bool = False
     prediction: bytes = b""
+    adapter: int = -1
 
 
 class ImageReady(msgspec.Struct, tag="image"):
@@ -211,6 +213,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         state_tokens: number of tokens of a piece of a chunk. A state can be saved after each piece.
         task: task of the model, see `ModelSpec.task`. A sequence of a model for search ends with
             its prompt.
+        max_adapters: number of slots for adapters.
     """
 
     model_name: str
@@ -232,6 +235,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     num_checkpoints: int = 0
     state_tokens: int = 1
     task: str = "generate"
+    max_adapters: int = 0
 
 
 class Logprobs(msgspec.Struct, array_like=True):

@@ -120,6 +120,8 @@ class ComputeStep(msgspec.Struct, array_like=True):
         scored: `[P, 3]`, runs of prompt tokens. For each token of a run, the logprob of the token
             that follows it is wanted. The columns are: place of the run's first token, number n of
             tokens, number m of most likely tokens to report at each place.
+        adapters: `[S]`, slot of the adapter of each chunk's sequence, -1 for none. None if no
+            sequence of the step has an adapter.
         has_drafts: True if sequences verify drafts. Each of these sequences has several chunks of
             one token, one after the other (`schedule.chunk`).
         folds: `[F, 2]`, accepted drafts that rows have not folded into their recurrent states yet:
@@ -140,6 +142,7 @@ class ComputeStep(msgspec.Struct, array_like=True):
     images: Int64Array = _empty(np.int64, 0, 5)
     state_saves: Int64Array | None = None
     scored: Int64Array = _empty(np.int64, 0, 3)
+    adapters: Int64Array | None = None
     has_drafts: bool = False
     folds: Int64Array | None = None
 

@@ -5,10 +5,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from services.common.nn.adapter_stack import AdapterRows
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.attention.base import AttentionMetadata
 from services.decoder.models.stream import Stream
+from services.decoder.operations.adapted import adapted
 from services.decoder.operations.ops import Ops
 from services.decoder.operations.step_kernels import StepKernels
 
@@ -25,6 +27,7 @@ class StepContext:
             full attention layers.
         kv_rows: `[2, T]`, places of the step's keys and values in the cache.
         metadata: layout of the step for attention.
+        adapters: adapters of the step's tokens. None if no token has one.
     """
 
     ops: Ops
@@ -33,6 +36,18 @@ class StepContext:
     kv_cache: Tensor
     kv_rows: Tensor
     metadata: AttentionMetadata
+    adapters: AdapterRows | None = None
+
+    def kernels_of(self, rows: Tensor) -> StepKernels:
+        """Returns the kernels for some of the tokens, whose indices are `rows` `[R]`."""
+        adapters = self.adapters
+        return step_kernels(self.ops, len(rows), None if adapters is None else adapters.part(rows))
+
+
+def step_kernels(ops: Ops, num_tokens: int, adapters: AdapterRows | None) -> StepKernels:
+    """Returns the kernels of a layer for `num_tokens` tokens, of which some may have adapters."""
+    kernels = ops.for_tokens(num_tokens)
+    return kernels if adapters is None else adapted(kernels, adapters)
 
 
 class Mixer(Protocol):

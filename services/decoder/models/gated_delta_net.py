@@ -84,6 +84,8 @@ class GatedDeltaNet(nn.Module):
         else:
             normed, residual = stream.normed(norm, step.kernels)
             gates = self.gate_proj(normed)
+            if step.adapters is not None and self.gate_proj.adapters is not None:
+                gates = self.gate_proj.adapters.add(gates, normed, step.adapters)
             projected = step.kernels.project(normed, self.in_proj)
             projected = _whole(projected, residual.dtype, table)
         inputs = DeltaInputs(

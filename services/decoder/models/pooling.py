@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from services.common.model_spec import ModelSpec, SearchSpec
+from services.common.nn.adapter_stack import AdapterRows
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.weight_map import WeightMap
 from services.decoder.attention.base import AttentionBackend
@@ -42,12 +43,15 @@ class PoolingTransformer(Transformer):
                 prefixes={"": names.text_prefix}, others=names.vision_prefix
             )
 
-    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, *, out: Tensor | None = None, adapters: AdapterRows | None = None
+    ) -> Tensor:
         """Returns the hidden states `[R, hidden]`.
 
         Args:
             hidden: `[R, hidden]`, hidden states after the final norm.
             out: `[R, hidden]`, tensor for the copy. None if the states themselves are returned.
+            adapters: adapters of the tokens. They change the head, which is not used.
         """
         return hidden if out is None else out.copy_(hidden)
 

@@ -22,13 +22,15 @@ from torch.nn import functional as F
 
 from kernels.attention.heads import ProjectedHeads
 from services.common.model_spec import ModelSpec, TextSpec
+from services.common.nn.adapter_stack import AdapterRows
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.layers import RMSNorm, embedding
 from services.common.nn.linear import Linear
 from services.common.nn.weight_map import WeightMap
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.models import layer_kind
-from services.decoder.models.base import Mixer, StepContext
+from services.decoder.models.adapters import Adapters
+from services.decoder.models.base import Mixer, StepContext, step_kernels
 from services.decoder.models.mlp import MLP, row_parallel
 from services.decoder.models.rope import RotaryEmbedding
 from services.decoder.models.stream import Stream
@@ -177,7 +179,7 @@ class DecoderLayer(nn.Module):
         mixed, residual = mixer(stream, self.input_layernorm, step)
         if rows is not None:
             mixed, residual = mixed[rows], residual[rows]
-            kernels = step.ops.for_tokens(len(rows))
+            kernels = step.kernels_of(rows)
         stream = row_parallel(mixed, mixer.output, residual, kernels, self.ranks)
         return self.mlp(stream, self.post_attention_layernorm, kernels)
 
@@ -200,6 +202,7 @@ class Transformer(nn.Module):
         text = spec.text
         self.ops, self.ranks = ops, ranks
         self.embed_tokens = embedding(text.vocab_size, text.hidden_size)
+        self.adapters: Adapters | None = None  # set by the factory of runners
         self.rope = RotaryEmbedding(text.rope)
         # The gates of linear attention share a GEMM with its other projections. Quantized
         # checkpoints quantize these projections and not the gates, so there the gates have a GEMM
@@ -239,6 +242,7 @@ class Transformer(nn.Module):
         metadata: AttentionMetadata,
         visual: VisualInput | None = None,
         rows: Tensor | None = None,
+        adapters: AdapterRows | None = None,
     ) -> Tensor:
         """Runs the layers.
 
@@ -251,6 +255,7 @@ class Transformer(nn.Module):
             visual: embeddings of the image tokens. None if the step cannot have images.
             rows: `[R]` int64, indices of the tokens whose hidden states are returned. None for all
                 tokens.
+            adapters: adapters of the tokens. None if no token has one.
 
         Returns:
             Hidden states after the final norm, `[R, hidden]`.
@@ -259,7 +264,9 @@ class Transformer(nn.Module):
         rope, kv_rows = self.ops.rope_and_rows(
             positions, metadata.slot_mapping, self.rope, residual.dtype, kv_cache.shape[3]
         )
-        kernels = self.ops.for_tokens(len(residual))
+        if adapters is not None and self.adapters is not None:
+            residual = self.adapters.embed(input_ids, residual, adapters)
+        kernels = step_kernels(self.ops, len(residual), adapters)
         step = StepContext(
             ops=self.ops,
             kernels=kernels,
@@ -267,6 +274,7 @@ class Transformer(nn.Module):
             kv_cache=kv_cache,
             kv_rows=kv_rows,
             metadata=metadata,
+            adapters=adapters,
         )
         if visual is not None:
             visual.replace(residual)
@@ -287,16 +295,22 @@ class Transformer(nn.Module):
         normed, _ = stream.normed(self.norm, kernels)
         return normed
 
-    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, *, out: Tensor | None = None, adapters: AdapterRows | None = None
+    ) -> Tensor:
         """Returns the logits `[R, vocab_size]` of hidden states, in the model's data type.
 
         Args:
             hidden: `[R, hidden]`, hidden states of the tokens after which a token is sampled.
             out: `[R, vocab_size]`, tensor for the logits. None if a new tensor is created.
+            adapters: adapters of these tokens. None if no token has one.
         """
-        if self.ranks.count > 1:
-            return self.ranks.gather(self._logits(hidden), out)
-        return self._logits(hidden, out=out)
+        if self.ranks.count == 1 and adapters is None:
+            return self._logits(hidden, out=out)
+        found = self._logits(hidden)
+        if adapters is not None and self.adapters is not None:
+            found = self.adapters.logits(hidden, found, adapters)
+        return self.ranks.gather(found, out) if self.ranks.count > 1 else found
 
     def _logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Returns the logits of this rank's part of the vocabulary."""

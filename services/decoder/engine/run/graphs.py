@@ -27,6 +27,7 @@ from kernels.tuning import (
     MAX_CAPTURED_PROMPT,
     MAX_CAPTURED_TOKENS,
 )
+from services.common.nn.adapter_stack import AdapterRows
 from services.common.nn.dispatch import CapturedCalls
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.engine.run.images import ImageReader
@@ -232,9 +233,18 @@ class StepParts:
         if step.places.visual_mask is not None:
             assert self.images is not None
             visual = self.images.visual(device(step.places.visual_mask))
-        return self.model.forward(
-            entered.input_ids, entered.positions, state.kv_cache, metadata, visual, rows
-        )
+        ids, positions, cache = entered.input_ids, entered.positions, state.kv_cache
+        adapters = self.adapters(step)
+        return self.model.forward(ids, positions, cache, metadata, visual, rows, adapters)
+
+    def adapters(self, step: StepInputs) -> AdapterRows | None:
+        """Returns the adapters of an uploaded step's tokens. None if no token has one."""
+        if step.adapters is None or self.model.adapters is None:
+            return None
+        assert step.places.adapters is not None
+        present = step.adapters[step.adapters >= 0]
+        first, last = int(present.min()), int(present.max()) + 1
+        return self.model.adapters.rows(self.staging.device(step.places.adapters), first, last)
 
 
 def _draft_runs(step: StepInputs, states: StateCache, kept: KeptInputs) -> DraftRuns:

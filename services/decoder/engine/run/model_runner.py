@@ -94,7 +94,7 @@ class ModelRunner:
             for index, mask in enumerate(masks):
                 self._masks.put(index, mask)
         computed = self.computer.run(step.compute, inputs)
-        scores = self._score(step, computed.hidden) if len(step.compute.scored) else []
+        scores = self._score(step, computed) if len(step.compute.scored) else []
         if computed.logits is None:
             # No token is sampled. The engine waits for a result all the same, because the memory of
             # the step's images must not be reused before the step is done.
@@ -120,10 +120,11 @@ class ModelRunner:
         prepared = self.sampler.prepare(rows, ends, self._staging, step.sample, late_masks)
         return step, inputs, prepared
 
-    def _score(self, step: Step, hidden: Tensor | None) -> list[tuple[Tensor, ...]]:
+    def _score(self, step: Step, computed: Computed) -> list[tuple[Tensor, ...]]:
         """Computes the logprobs of the prompt tokens in `ComputeStep.scored`, and starts to copy
         them to the host.
         """
+        hidden, adapters = computed.hidden, computed.adapters
         assert hidden is not None
         runs: list[tuple[Tensor, ...]] = []
         taken = 0
@@ -137,13 +138,14 @@ class ModelRunner:
                 self.sampler.upload(followers),
                 min(most, self.info.vocab_size),
                 self.info.max_num_sequences,
+                None if adapters is None else adapters.piece(first, first + count),
             )
             runs.append(tuple(map(self.readback.copy, found)))
         return runs
 
     def sample(self, computed: Computed, sampling: Sampling) -> HostTokens:
         """Samples tokens, stores them in their rows, and starts to copy them to the host."""
-        _, logits, token_ids, rows = computed
+        _, logits, token_ids, rows, _ = computed
         assert logits is not None and rows is not None
         if isinstance(sampling, SamplingInputs):
             sampled = self.sampler.sample(logits, sampling)

@@ -6,6 +6,7 @@ The head runs over few tokens at a time, so that the logits of a long prompt nev
 import torch
 from torch import Tensor
 
+from services.common.nn.adapter_stack import AdapterRows
 from services.decoder.engine.run.sampler import logprobs_of
 from services.decoder.models.transformer import Transformer
 
@@ -16,6 +17,7 @@ def score_prompt(
     followers: Tensor,
     count: int,
     most_rows: int,
+    adapters: AdapterRows | None = None,
 ) -> tuple[Tensor, ...]:
     """Scores the tokens of a prompt by the hidden states before them.
 
@@ -25,13 +27,15 @@ def score_prompt(
         followers: `[n]` int64, the token after each of these tokens.
         count: number m of alternatives.
         most_rows: the most rows of one call of the head.
+        adapters: adapters of the tokens. None if no token has one.
 
     Returns:
         The fields of `step.Scores`, on the device.
     """
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, len(hidden), most_rows):
-        raw = model.logits(hidden[start : start + most_rows]).float()
+        part = None if adapters is None else adapters.piece(start, start + most_rows)
+        raw = model.logits(hidden[start : start + most_rows], adapters=part).float()
         ids = followers[start : start + most_rows]
         found = logprobs_of(raw, ids, count)
         ranks = (raw > raw.gather(-1, ids[:, None])).sum(-1, dtype=torch.int32) + 1

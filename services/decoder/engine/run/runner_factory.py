@@ -21,8 +21,10 @@ from kernels.device import DeviceFacts
 from kernels.linear_attention.draft_runs import KeptInputs
 from kernels.linear_attention.states import PIECE, StateCache
 from kernels.rows import DeviceRows
+from services.common.adapter_config import AdapterConfig
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, longest_context
+from services.common.nn.adapter import Adapter
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import parse_overrides
@@ -53,6 +55,7 @@ from services.decoder.engine.run.kv_cache import DeviceMemory, KVCacheShape
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.pooling_runner import PoolingRunner
 from services.decoder.engine.run.step_computer import StepComputer
+from services.decoder.models.adapters import Adapters
 from services.decoder.models.kv_scales import finish_scales, ignore_query_scales, read_scales
 from services.decoder.models.pooling import Pooler, PoolingTransformer, pooling_text
 from services.decoder.models.rank_spec import rank_spec
@@ -64,6 +67,7 @@ from services.decoder.operations.ops import Ops, PlainOps, create_ops
 logger = logging.getLogger(__name__)
 
 _CPU_KV_CACHE_BYTES = 512 << 20
+_ADAPTER_RANK = 16  # largest rank of adapters that are loaded later, if nothing says otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,9 @@ class RunnerOptions:
         dtype: "float32", "bfloat16" or "float16"; "auto" is bfloat16 on a GPU, float32 on a CPU.
         merge_adapter: directory of an adapter that is folded into the weights. None if there is no
             such adapter.
+        adapters: directories of adapters, which get the slots 0, 1, … in their order.
+        max_adapters: number of slots for adapters.
+        max_adapter_rank: largest rank of an adapter. None for that of `adapters`, at least 16.
         load_format: "auto" for safetensors files, or "dummy" for random weights.
         quantization: format into which weights are quantized while they are read, see
             `quantized_at_load`. Empty if they are not.
@@ -102,6 +109,9 @@ class RunnerOptions:
     model_directory: Path
     task: str = "auto"
     merge_adapter: Path | None = None
+    adapters: tuple[Path, ...] = ()
+    max_adapters: int = 0
+    max_adapter_rank: int | None = None
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
@@ -241,7 +251,22 @@ def _load(
         num_ranks=ranks.count,
     )
     set_kernels(model, model.ops.table)
+    if options.max_adapters:
+        _load_adapters(model, options, ranks)
     return model.eval()
+
+
+def _load_adapters(model: Transformer, options: RunnerOptions, ranks: Ranks) -> None:
+    """Makes the slots of adapters, and loads the adapters that the options name."""
+    found = [Adapter.read(AdapterConfig.read(directory)) for directory in options.adapters]
+    rank = options.max_adapter_rank or max(
+        [_ADAPTER_RANK, *(adapter.config.max_rank for adapter in found)]
+    )
+    model.adapters = Adapters(
+        model, model.embed_tokens, model.lm_head, ranks, options.max_adapters, rank
+    )
+    for slot, adapter in enumerate(found):
+        model.adapters.load(slot, adapter)
 
 
 @torch.inference_mode()
@@ -314,6 +339,7 @@ def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> Engine
         has_states=spec.text.linear_attention is not None,
         state_tokens=PIECE if on_gpu else 1,
         task=spec.task,
+        max_adapters=options.max_adapters,
     )
 
 

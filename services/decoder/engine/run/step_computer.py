@@ -13,6 +13,9 @@ from torch import Tensor
 
 from kernels.rows import EnteredStep
 from kernels.tuning import MAX_CAPTURED_CHUNKS
+from services.common.adapter_config import AdapterConfig
+from services.common.nn.adapter import Adapter
+from services.common.nn.adapter_stack import AdapterRows
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.process.progress import log_progress
 from services.decoder.attention.base import AttentionBackend
@@ -42,12 +45,14 @@ class Computed(NamedTuple):
         token_ids: `[B]` int32, the most likely tokens, which the rows have as their last tokens
             already. None if the step ran without a graph.
         rows: `[B]` int64, rows of the samples, and then padding. None if no token is sampled.
+        adapters: adapters of the T tokens, with `hidden`. None if no token has one.
     """
 
     hidden: Tensor | None
     logits: Tensor | None
     token_ids: Tensor | None
     rows: Tensor | None
+    adapters: AdapterRows | None = None
 
 
 class StepComputer:
@@ -96,7 +101,7 @@ class StepComputer:
         graphs = None
         # No kernel folds the inputs of drafts into recurrent states, so no graph does.
         has_runs = self.state.kept is not None and (step.has_drafts or step.folds is not None)
-        if not step.keeps_hidden and not has_runs:
+        if not (step.keeps_hidden or has_runs) and step.adapters is None:
             graphs = next((each for each in self.graphs if each.pad(inputs)), None)
         return self.stage_inputs(inputs, graphs)
 
@@ -146,13 +151,28 @@ class StepComputer:
             self.parts.images.read(step.images)
         return self.parts.forward(step, rows)
 
+    def load_adapter(self, slot: int, directory: str) -> None:
+        """Loads an adapter into a slot, or empties the slot if `directory` is empty.
+
+        Raises:
+            AdapterError: the adapter cannot be served. The slot is as before.
+        """
+        adapters = self.model.adapters
+        assert adapters is not None
+        if directory:
+            adapters.load(slot, Adapter.read(AdapterConfig.read(directory)))
+        else:
+            adapters.unload(slot)
+
     def score(self, step: ComputeStep, computed: Computed) -> None:
         """Computes this rank's part of the logits of prompt tokens, see `prompt_scores`."""
+        most, adapters = self.info.max_num_sequences, computed.adapters
         for first, count, _ in step.scored.tolist():
             assert computed.hidden is not None
-            hidden = computed.hidden[first : first + count]
-            for part in hidden.split(self.info.max_num_sequences):
-                self.model.logits(part)
+            for start in range(first, first + count, most):
+                stop = min(start + most, first + count)
+                rows = None if adapters is None else adapters.piece(start, stop)
+                self.model.logits(computed.hidden[start:stop], adapters=rows)
 
     def _replay(self, step: ComputeStep, inputs: StepInputs) -> Computed:
         """Runs an uploaded step by a graph."""
@@ -168,12 +188,16 @@ class StepComputer:
         assert inputs.places.sampled_tokens is not None
         sampled = self.staging.device(inputs.places.sampled_tokens)
         if len(step.samples) == 0:
-            return Computed(self.forward(inputs), None, None, None)
-        rows = self._sampled_rows(inputs)
+            hidden = self.forward(inputs)
+            return Computed(hidden, None, None, None, self.parts.adapters(inputs))
+        rows, adapters = self._sampled_rows(inputs), self.parts.adapters(inputs)
+        of_samples = None if adapters is None else adapters.part(sampled)
         if step.keeps_hidden:
             hidden = self.forward(inputs)
-            return Computed(hidden, self.model.logits(hidden[sampled]), None, rows)
-        return Computed(None, self.model.logits(self.forward(inputs, sampled)), None, rows)
+            logits = self.model.logits(hidden[sampled], adapters=of_samples)
+            return Computed(hidden, logits, None, rows, adapters)
+        logits = self.model.logits(self.forward(inputs, sampled), adapters=of_samples)
+        return Computed(None, logits, None, rows)
 
     def _sampled_rows(self, inputs: StepInputs) -> Tensor:
         place = inputs.places.sampled_rows
@@ -251,7 +275,7 @@ def _max_chunks(info: EngineInfo) -> int:
 
 def _staging_bytes(info: EngineInfo, max_blocks: int) -> int:
     """Returns the most bytes that a step's arrays take: per token, and per chunk."""
-    per_token, per_row = 56, 324 + 1024 + 4 * -(-info.vocab_size // 32)
+    per_token, per_row = 64, 324 + 1024 + 4 * -(-info.vocab_size // 32)
     rows = _max_chunks(info)
     tokens = max(info.max_batched_tokens, rows)
     return tokens * per_token + rows * (per_row + 12 * max_blocks) + _CONSTANT_BYTES

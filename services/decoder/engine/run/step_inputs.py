@@ -46,6 +46,8 @@ class Places:
         pieces: `[W, 2]` int32, pieces of chunks of linear attention. None if there are no chunks.
         saves: `[T]` int32, slot that takes the recurrent state after each token, or -1. None if
             there are no chunks.
+        adapters: `[T]` int64, slot of each token's adapter, -1 for none. None if no token has an
+            adapter.
         updates: places of indices and values of the changes of block tables, and of position
             deltas. None for a kind without changes.
     """
@@ -59,6 +61,7 @@ class Places:
     cu_query_lens: Staged | None = None
     pieces: Staged | None = None
     saves: Staged | None = None
+    adapters: Staged | None = None
     updates: Sequence[tuple[Staged, Staged] | None] = (None, None)
 
 
@@ -89,6 +92,7 @@ class StepInputs:
         images: runs of image tokens.
         state_saves, has_drafts: see `ComputeStep`.
         folds: numbers of `ComputeStep.folds` by index of the chunk.
+        adapters: `[T]`, slot of each token's adapter, -1 for none. None if no token has an adapter.
         block_updates: changes of the flat block tables before the step runs.
         position_deltas: changes of the rows' position deltas before the step runs.
         places: places in the staging buffer, set by `stage`.
@@ -109,6 +113,7 @@ class StepInputs:
     state_saves: IntArray | None = None
     has_drafts: bool = False
     folds: dict[int, int] = field(default_factory=dict[int, int])
+    adapters: IntArray | None = None
     block_updates: Updates = NO_UPDATES
     position_deltas: Updates = NO_UPDATES
     places: Places = field(init=False)
@@ -138,6 +143,8 @@ def lay_out(step: ComputeStep, max_blocks: int) -> StepInputs:
     """Lays out the arrays of a step whose rows have `max_blocks` blocks each."""
     alone = step.num_from_device == len(step.rows)
     inputs = (_decodes_from_device if alone else _chunks)(step, max_blocks)
+    if step.adapters is not None:
+        inputs.adapters = step.adapters.repeat(step.lengths)
     if len(step.block_updates):
         rows, starts, counts = step.block_updates.T
         places = rows * max_blocks + starts
@@ -257,6 +264,8 @@ def stage(
         if step.num_decodes < num_chunks:
             pieces = prefill_pieces(step.cu_query_lens, step.num_decodes, num_tokens)
             found.pieces, found.saves = staging.add(pieces), _stage_saves(step, staging)
+    if step.adapters is not None:
+        found.adapters = staging.add(step.adapters)
     found.updates = [
         (staging.add(places), staging.add(values)) if len(places) else None
         for places, values in (blocks, step.position_deltas)

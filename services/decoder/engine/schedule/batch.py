@@ -79,6 +79,9 @@ class Batch:
             samples = np.array([i for i, chunk in enumerate(chunks) if chunk.samples], np.int64)
         compute = ComputeStep(rows, starts, lengths, num_from_device, samples)
         compute.has_drafts = self.num_drafts > 0
+        adapters = [chunk.sequence.message.adapter for chunk in chunks]
+        if max(adapters) >= 0:
+            compute.adapters = np.array(adapters, np.int64)
         sample = SampleStep()
         if known := chunks[num_from_device:]:
             compute.token_ids, compute.positions = known_tokens(known)

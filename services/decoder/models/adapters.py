@@ -1,0 +1,217 @@
+"""The adapters of a language model: which are loaded, and what they change beside linear layers.
+
+Each adapter has a slot. Linear layers hold the factors of all slots (`adapter_stack`), which are
+made when the first adapter changes the layer. The embedding table and the output head may be
+replaced as a whole (`modules_to_save`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from services.common.nn.adapter import Adapter, LowRank
+from services.common.nn.adapter_stack import AdapterRows, AdapterStack, refused
+from services.common.nn.collectives import Ranks, Share
+from services.common.nn.experts import Router, StackedLinear
+from services.common.nn.linear import Linear
+
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_TOWER = "visual."
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What a slot's adapter changes beside linear layers.
+
+    Attributes:
+        table: `[vocab_size, hidden]`, the adapter's embedding table. None if it is the base's.
+        head: `[rows, hidden]`, this rank's rows of the adapter's output head. None if it is the
+            base's.
+        embedding: pair of `[vocab_size, rank]` and `[hidden, rank]`, whose product is added to the
+            embeddings. None if there is none.
+    """
+
+    table: Tensor | None = None
+    head: Tensor | None = None
+    embedding: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(slots=True)
+class Adapters:
+    """The adapters of a loaded language model.
+
+    Args:
+        model: the language model, a `Transformer`.
+        embed_tokens: its embedding table.
+        lm_head: its output head. None if the table is the head.
+        ranks: ranks that share the model.
+        slots: number of slots.
+        max_rank: largest rank of an adapter.
+    """
+
+    model: nn.Module
+    embed_tokens: nn.Embedding
+    lm_head: Linear | None
+    ranks: Ranks
+    slots: int
+    max_rank: int
+    _tied_head: AdapterStack | None = None
+    _found: list[_Slot] = field(default_factory=list[_Slot])
+
+    def __post_init__(self) -> None:
+        self._found = [_Slot() for _ in range(self.slots)]
+
+    @torch.inference_mode()
+    def load(self, slot: int, adapter: Adapter) -> None:
+        """Loads an adapter into a free slot. All ranks call this together.
+
+        Raises:
+            AdapterError: the adapter does not fit the model, or changes something that is not
+                computed beside the base model. No slot is changed then.
+        """
+        layers, former = dict(self._layers()), self._stacks()
+        problems: dict[str, str] = {}
+        todo: list[tuple[AdapterStack, str, LowRank]] = []
+        for name, factors in adapter.linears.items():
+            stack, why = self._stack(name, layers)
+            if stack is not None:
+                part = name.rpartition(".")[2]
+                part = part if part in stack.rows else ""
+                why = stack.check(part, factors)
+                todo.append((stack, part, factors))
+            if why:
+                problems[name] = why
+        problems |= self._other_problems(adapter)
+        if problems:
+            self._keep(former)
+            raise refused(str(adapter.config.directory), problems)
+        for stack, part, factors in todo:
+            stack.set(slot, part, factors)
+        self._found[slot] = self._whole_modules(adapter)
+
+    @torch.inference_mode()
+    def unload(self, slot: int) -> None:
+        """Empties a slot, whose adapter no running sequence has."""
+        for stack in self._stacks().values():
+            stack.clear(slot)
+        if self._tied_head is not None:
+            self._tied_head.clear(slot)
+        self._found[slot] = _Slot()
+
+    def rows(self, slots: Tensor, first: int, last: int) -> AdapterRows:
+        """Returns the adapters of a step's tokens; see `AdapterRows.of`."""
+        return AdapterRows.of(slots, self.slots, first, last)
+
+    def embed(self, input_ids: Tensor, out: Tensor, rows: AdapterRows) -> Tensor:
+        """Returns embeddings, changed where a token's adapter changes the embedding table.
+
+        Args:
+            input_ids: `[T]`, token ids.
+            out: `[T, hidden]`, embeddings of the base model.
+            rows: adapters of the tokens.
+        """
+        for slot in range(rows.first, rows.last):
+            found, mask = self._found[slot], rows.mask[:, slot, None]
+            if found.table is not None:
+                out = torch.where(mask, F.embedding(input_ids, found.table), out)
+            if found.embedding is not None:
+                a, b = found.embedding
+                out = torch.where(mask, out + F.linear(F.embedding(input_ids, a), b), out)
+        return out
+
+    def logits(self, hidden: Tensor, out: Tensor, rows: AdapterRows) -> Tensor:
+        """Returns this rank's part of the logits, changed where an adapter changes the head.
+
+        Args:
+            hidden: `[R, hidden]`, hidden states of the sampled tokens.
+            out: `[R, rows]`, logits of the base model.
+            rows: adapters of the sampled tokens.
+        """
+        for slot in range(rows.first, rows.last):
+            if (head := self._found[slot].head) is not None:
+                out = torch.where(rows.mask[:, slot, None], F.linear(hidden, head), out)
+        stack = self._tied_head if self.lm_head is None else self.lm_head.adapters
+        return out if stack is None else stack.add(out, hidden, rows)
+
+    def _stacks(self) -> dict[Linear, AdapterStack]:
+        """Returns the stacks of the layers that have one."""
+        layers = (each for each in self.model.modules() if isinstance(each, Linear))
+        return {layer: layer.adapters for layer in layers if layer.adapters is not None}
+
+    def _keep(self, former: dict[Linear, AdapterStack]) -> None:
+        """Drops stacks that an adapter that is refused has made."""
+        for layer in self._stacks():
+            layer.adapters = former.get(layer)
+
+    def _layers(self) -> Iterator[tuple[str, Linear]]:
+        """Yields the linear layers by the names that adapters give their modules."""
+        for path, layer in self.model.named_modules():
+            if isinstance(layer, Linear):
+                parent = path.rpartition(".")[0]
+                for part in layer.parts:
+                    yield (f"{parent}.{part}" if part else path), layer
+
+    def _stack(self, name: str, layers: dict[str, Linear]) -> tuple[AdapterStack | None, str]:
+        """Returns the stack of a module, or why the module cannot have one."""
+        like = self.embed_tokens.weight
+        if name == "lm_head" and self.lm_head is None:
+            if self._tied_head is None:
+                rows, columns = map(Share.of, like.shape)
+                self._tied_head = AdapterStack(
+                    {"": rows},
+                    columns,
+                    self.slots,
+                    self.max_rank,
+                    like,
+                    weight=lambda: like,
+                    ranks=self.ranks,
+                )
+            return self._tied_head, ""
+        layer = layers.get(name)
+        if name.startswith(_TOWER):
+            return (
+                None,
+                "is in the vision tower; fold the adapter into the weights (--merge-adapter)",
+            )
+        if layer is None:
+            return None, "is not a linear layer of the model"
+        if isinstance(layer, Router | StackedLinear):
+            return None, "belongs to experts; fold the adapter into the weights (--merge-adapter)"
+        if layer.adapters is None:
+            layer.adapters = AdapterStack.of(layer, self.slots, self.max_rank, like, self.ranks)
+        return layer.adapters, ""
+
+    def _other_problems(self, adapter: Adapter) -> dict[str, str]:
+        """Returns what an adapter changes beside linear layers and cannot be served, by name."""
+        problems = {
+            name: "are experts; fold the adapter into the weights (--merge-adapter)"
+            for name in adapter.experts
+        }
+        shape = tuple(self.embed_tokens.weight.shape)
+        for name, tensor in adapter.saved.items():
+            if name not in (_EMBEDDING, _HEAD):
+                problems[name] = "is replaced; fold the adapter into the weights (--merge-adapter)"
+            elif tuple(tensor.shape) != shape:
+                problems[name] = f"is {list(tensor.shape)}, the model has {list(shape)}"
+        if (factors := adapter.embedding) is not None:
+            found = factors.a.shape[1], len(factors.b)
+            if found != shape:
+                problems["embed_tokens"] = f"is {list(found)}, the model has {list(shape)}"
+        return problems
+
+    def _whole_modules(self, adapter: Adapter) -> _Slot:
+        like, saved = self.embed_tokens.weight, adapter.saved
+        found = _Slot()
+        if _EMBEDDING in saved:
+            found.table = saved[_EMBEDDING].to(like)
+        if _HEAD in saved:
+            rows = Share.of(len(like)) if self.lm_head is None else self.lm_head.rows[""]
+            ranges = [saved[_HEAD][start:stop] for start, stop in rows.ranges]
+            found.head = torch.cat(ranges).to(like)
+        if (factors := adapter.embedding) is not None:
+            scaled = factors.b.float() * factors.scaling
+            found.embedding = factors.a.T.contiguous().to(like), scaled.to(like)
+        return found

@@ -1,0 +1,75 @@
+"""The kernels of a decoder layer in a step some of whose tokens have an adapter.
+
+A layer that no adapter changes runs by the kernels of any step. Of a changed layer, the base GEMM
+is followed by the adapters' factors (`adapter_stack`), so operations that fuse the GEMM with what
+follows are composed instead.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kernels import plain
+from services.common.nn.adapter_stack import AdapterRows
+from services.common.nn.layers import RMSNorm
+from services.common.nn.linear import Linear
+from services.decoder.operations.step_kernels import StepKernels
+
+
+def adapted(base: StepKernels, rows: AdapterRows) -> StepKernels:
+    """Returns kernels that add the changes of adapters.
+
+    Args:
+        base: kernels for the step's number of tokens.
+        rows: adapters of the step's tokens.
+    """
+
+    def project(x: Tensor, layer: Linear) -> Tensor:
+        out = base.project(x, layer)
+        if layer.adapters is None:
+            return out
+        return layer.adapters.add(plain.reduce_split_k(out, x.dtype), x, rows)
+
+    def linear_swiglu(x: Tensor, layer: Linear) -> Tensor:
+        if layer.adapters is None:
+            return base.linear_swiglu(x, layer)
+        return plain.silu_and_mul(project(x, layer))
+
+    def norm_linear(
+        addend: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+    ) -> tuple[Tensor, Tensor]:
+        if layer.adapters is None:
+            return base.norm_linear(addend, residual, norm, layer)
+        normed, residual = base.add_norm(addend, residual, norm)
+        return project(normed, layer), residual
+
+    def norm_swiglu(
+        addend: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear, consumer: Linear
+    ) -> tuple[Tensor, Tensor]:
+        # A fused kernel may quantize its result for the consumer, whose factors need floats.
+        if layer.adapters is None and consumer.adapters is None:
+            return base.norm_swiglu(addend, residual, norm, layer, consumer)
+        normed, residual = base.add_norm(addend, residual, norm)
+        return linear_swiglu(normed, layer), residual
+
+    def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
+        if layer.adapters is None:
+            return base.linear_residual(x, layer, residual)
+        return project(x, layer)
+
+    def shared_gate(out: Tensor, x: Tensor, gate: Linear, residual: Tensor) -> Tensor | None:
+        if gate.adapters is None:
+            return base.shared_gate(out, x, gate, residual)
+        logit = gate.adapters.add(gate(x), x, rows)
+        return plain.reduce_split_k(out, x.dtype) * torch.sigmoid(logit)
+
+    return replace(
+        base,
+        project=project,
+        linear_swiglu=linear_swiglu,
+        norm_linear=norm_linear,
+        norm_swiglu=norm_swiglu,
+        linear_residual=linear_residual,
+        shared_gate=shared_gate,
+    )
