@@ -12,6 +12,7 @@ import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.errors import (
+    InvalidRequest,
     InvalidVideo,
     NotFound,
     TriptychError,
@@ -249,6 +250,8 @@ class FakeDecoder(_FakeServer):
         before_tokens: awaited after logprobs of the prompt and before the first token; likewise.
         die_after: break the stream after as many tokens of a sequence.
         leave_after: after as many, say that another decoder should continue it.
+        adapters: loaded adapters by name.
+        refuses_adapters: error with which it refuses to load one; empty: it loads all.
         vector_of: what a decoder of a model for search makes of a prompt's token ids.
         predicted: numbers of accepted and rejected tokens of the prediction, with each event.
         submits: all that came; `running` are those not ended; `cancelled` were by the gateway.
@@ -275,6 +278,8 @@ class FakeDecoder(_FakeServer):
         self.reply = list(self.default_reply)
         self.end_token = self.default_end_token
         self.load: decoder_pb2.LoadResponse | None = decoder_pb2.LoadResponse(num_blocks=1024)
+        self.adapters: dict[str, decoder_pb2.Adapter] = {}
+        self.refuses_adapters = ""
         self.tokens_per_event = 1
         self.delay_s = 0.0
         self.predicted = 0, 0
@@ -295,7 +300,23 @@ class FakeDecoder(_FakeServer):
     async def Load(self, request, context):
         if self.load is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "silent")
-        return self.load
+        load = decoder_pb2.LoadResponse()
+        load.CopyFrom(self.load)
+        load.adapters.extend(self.adapters.values())
+        return load
+
+    async def LoadAdapter(self, request, context):
+        if self.refuses_adapters:
+            await rpc.abort(context, InvalidRequest(self.refuses_adapters))
+        digest = request.name.encode().ljust(32)
+        self.adapters[request.name] = decoder_pb2.Adapter(
+            name=request.name, digest=digest, root=request.directory
+        )
+        return decoder_pb2.LoadAdapterResponse(adapters=self.adapters.values())
+
+    async def UnloadAdapter(self, request, context):
+        self.adapters.pop(request.name)
+        return decoder_pb2.LoadAdapterResponse(adapters=self.adapters.values())
 
     async def ResetPrefixCache(self, request, context):
         self.num_resets += 1

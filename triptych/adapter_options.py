@@ -19,6 +19,37 @@ def add_adapter_options(add: Callable[..., argparse.Action]) -> None:
         metavar="ORG/NAME|DIR",
         help="LoRA adapter in PEFT's layout that is folded into the weights while they are read.",
     )
+    add(
+        "--adapter",
+        "--lora-modules",
+        dest="adapters",
+        nargs="+",
+        action="extend",
+        metavar="NAME=ORG/NAME|DIR",
+        help="LoRA adapters that are served by name beside the base model.",
+    )
+    add(
+        "--max-adapters",
+        "--max-loras",
+        type=_count,
+        metavar="N",
+        help="Most adapters, those included that are loaded while the server runs. Defaults to the "
+        "number of adapters that are given.",
+    )
+    add(
+        "--max-adapter-rank",
+        "--max-lora-rank",
+        type=_count,
+        metavar="N",
+        help="Largest rank of an adapter, up to 256. Defaults to that of the adapters that are "
+        "given, and to at least 16.",
+    )
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and 1 <= int(text) <= 256):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 256")
+    return int(text)
 
 
 def resolve_adapters(options: ServeOptions) -> ServeOptions:
@@ -27,9 +58,22 @@ def resolve_adapters(options: ServeOptions) -> ServeOptions:
     Raises:
         StackError: an adapter is neither a directory nor can it be downloaded.
     """
-    if options.merge_adapter is None:
+    merged, adapters = options.merge_adapter, options.adapters
+    if merged is not None:
+        options = replace(options, merge_adapter=_directory(merged))
+    if not adapters:
         return options
-    return replace(options, merge_adapter=_directory(options.merge_adapter))
+    found: dict[str, Path] = {}
+    for entry in adapters:
+        name, _, adapter = entry.partition("=")
+        if not name or not adapter:
+            raise StackError(f"--adapter {entry}: write NAME=ORG/NAME or NAME=DIRECTORY", 2)
+        if name in found:
+            raise StackError(f"--adapter: two adapters have the name {name}", 2)
+        found[name] = _directory(Path(adapter))
+        if "," in str(found[name]):
+            raise StackError(f"--adapter: the path {found[name]} has a comma", 2)
+    return replace(options, adapters=[f"{name}={path}" for name, path in found.items()])
 
 
 def _directory(adapter: Path) -> Path:

@@ -32,7 +32,7 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 _ELSEWHERE = {
     "--pipeline-parallel-size": "use --tensor-parallel N to divide a model among N cards",
     "--data-parallel-size": "use --decoders N, which runs one decoder per card",
-    "--enable-lora": "use --merge-adapter ORG/NAME|DIR, which folds an adapter into the weights",
+    "--enable-lora": "use --adapter NAME=ORG/NAME|DIR, and --max-adapters to load more later",
     "--allowed-local-media-path": "export GATEWAY_ALLOWED_MEDIA",
     "--allowed-origins": "export GATEWAY_ALLOWED_SITES",
     "--uvicorn-log-level": "use --log-level",

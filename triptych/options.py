@@ -28,6 +28,10 @@ class ServeOptions:
         model: directory of the checkpoint, or the model's name on the hub until it is downloaded.
         merge_adapter: directory of an adapter that is folded into the weights, or its name on the
             hub until it is downloaded. None if there is none.
+        adapters: adapters beside the base model, `NAME=DIR`, or `NAME=ORG/NAME` until they are
+            downloaded.
+        max_adapters: most loaded adapters.
+        max_adapter_rank: largest rank of an adapter.
         layout: value of `--layout`, see `layout.read_layout`.
         encoders: number of encoders. None if the layout decides.
         decoders: number of decoders. None if the layout decides.
@@ -48,6 +52,9 @@ class ServeOptions:
 
     model: Path = DEMONSTRATION_MODEL
     merge_adapter: Path | None = None
+    adapters: list[str] | None = None
+    max_adapters: int | None = None
+    max_adapter_rank: int | None = None
     host: str | None = None
     port: int | None = None
     metrics_host: str = LOOPBACK

@@ -57,6 +57,9 @@ _OPTIONS = {
     "MAX_NUM_SEQUENCES": "--max-num-seqs",
     "SPECULATION": "--speculation",
     "SPECULATION_TOKENS": "--speculation-tokens",
+    "ADAPTERS": "--adapter",
+    "MAX_ADAPTERS": "--max-adapters",
+    "MAX_ADAPTER_RANK": "--max-adapter-rank",
     "MERGE_ADAPTER": "--merge-adapter",
     "DEVICE": "--device",
     "HOST": "--host",
@@ -502,6 +505,9 @@ def _engines(
         "KV_CACHE_DTYPE": options.kv_cache_dtype,
         "SPECULATION": options.speculation,
         "SPECULATION_TOKENS": options.speculation_tokens,
+        "ADAPTERS": ",".join(options.adapters) if options.adapters else None,
+        "MAX_ADAPTERS": options.max_adapters,
+        "MAX_ADAPTER_RANK": options.max_adapter_rank,
     }
     found: list[_Service] = []
     for kind, places in (("encoder", encoders), ("decoder", decoders)):

@@ -17,6 +17,7 @@ from services.common.model_spec import ModelSpecError, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9._/:-]{1,128}")
 # Initializations that leave the base model as it is. Others, such as PiSSA, change the base weights
 # when training begins, so that the adapter belongs to weights that the base checkpoint lacks.
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -179,6 +180,25 @@ def adapter_digest(directory: Path | str) -> bytes:
         except OSError as error:
             raise AdapterError(f"{path} cannot be read: {error.strerror}") from None
     return hasher.digest()
+
+
+def parse_adapters(value: str) -> dict[str, Path]:
+    """Parses a comma-separated setting of adapters, `NAME=DIRECTORY,…`.
+
+    Raises:
+        ValueError: an entry is malformed, or a name occurs twice.
+    """
+    found: dict[str, Path] = {}
+    for entry in filter(None, (part.strip() for part in value.split(","))):
+        name, _, directory = entry.partition("=")
+        if not ADAPTER_NAME.fullmatch(name) or not directory:
+            raise ValueError(
+                f"{entry!r} is not NAME=DIRECTORY, with a name of A-Z a-z 0-9 . _ / : -"
+            )
+        if name in found:
+            raise ValueError(f"two adapters have the name {name}")
+        found[name] = Path(directory)
+    return found
 
 
 def merged_fingerprint(fingerprint: bytes, adapter: Path | str | None) -> bytes:

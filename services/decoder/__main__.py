@@ -31,6 +31,7 @@ from services.common.security.credentials import Credentials
 from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.common.transport.rpc import Server
 from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
+from services.decoder.front.adapter_table import AdapterTable
 from services.decoder.front.front import DecoderFront, max_sequences
 from services.decoder.front.service import DecoderServicer
 from services.decoder.images.embedding_fetch import EncoderFetcher
@@ -126,7 +127,8 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
         channel: FrontChannel[EngineMessage] = engine.channel
         masks = MaskProcesses(mask_settings, engine.links[0], channel, metrics)
         capacity = TenantCapacity(max_sequences(ready))
-        front = DecoderFront(ready, channel, source, masks, metrics, capacity)
+        adapters = AdapterTable(settings.named_adapters, settings.num_slots, channel)
+        front = DecoderFront(ready, channel, source, masks, metrics, capacity, adapters)
         return cls(registry, DecoderServicer(front, fingerprint), front, cache)
 
     @property

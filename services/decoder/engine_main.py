@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from msgspec import structs
 
+from services.common.adapter_config import AdapterError
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.device import resolve_device
 from services.common.process.channel import ChannelClosed, EngineChannel
@@ -26,7 +27,14 @@ from services.common.process.progress import log_progress
 from services.common.telemetry import setup_logging
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.messages import FrontMessage, KernelCalls, MaskLink, Shutdown
+from services.decoder.engine.messages import (
+    AdapterLoaded,
+    FrontMessage,
+    KernelCalls,
+    LoadAdapter,
+    MaskLink,
+    Shutdown,
+)
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.runner_factory import create_runner
 from services.decoder.engine.step import Runner
@@ -49,7 +57,7 @@ _MASK_POLL_S = 0.00002
 def run(
     engine: Engine,
     channel: EngineChannel[FrontMessage],
-    runner: ModelRunner,
+    runner: ModelRunner | LeadingRunner,
     link: socket.socket | None = None,
     *,
     awake_s: float = 0.0,
@@ -90,6 +98,9 @@ def run(
                 links[message.link] = mask_channel
                 channel.include(mask_channel)
                 continue
+            if isinstance(message, LoadAdapter):
+                channel.send(_load_adapter(runner, message))
+                continue
             engine.handle(message)
         if engine.waits:
             engine.plan()
@@ -102,6 +113,18 @@ def run(
             if (now := time.monotonic()) - reported_at >= _KERNEL_CALLS_PERIOD_S:
                 reported_at = now
                 channel.send(KernelCalls(runner.kernel_calls))
+
+
+def _load_adapter(runner: ModelRunner | LeadingRunner, message: LoadAdapter) -> AdapterLoaded:
+    """Loads an adapter between two steps, and answers."""
+    try:
+        runner.load_adapter(message.slot, message.directory)
+    except (AdapterError, torch.OutOfMemoryError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            runner.load_adapter(message.slot, "")
+        log.warning("the adapter %s cannot be served: %s", message.directory, error)
+        return AdapterLoaded(str(error).partition("\n")[0] or "the adapter cannot be loaded")
+    return AdapterLoaded()
 
 
 def main() -> int:
@@ -160,7 +183,8 @@ def _serve(
     freeze_gc()
     channel.send(structs.replace(runner.info, max_drafts=engine.speculation.max_drafts))
     awake_s = AWAKE_S if on_gpu else 0.0
-    run(engine, channel, model_runner, end.links[0], awake_s=awake_s)
+    leading = runner if isinstance(runner, LeadingRunner) else model_runner
+    run(engine, channel, leading, end.links[0], awake_s=awake_s)
 
 
 if __name__ == "__main__":

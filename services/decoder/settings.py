@@ -1,9 +1,11 @@
 """The decoder's settings, which are environment variables `DECODER_<FIELD>`."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from services.common.adapter_config import parse_adapters
 from services.common.settings import Address, EngineServiceSettings, Port, split_list
 from services.decoder.images.known_encoders import KnownEncoders
 
@@ -40,6 +42,12 @@ class DecoderSettings(EngineServiceSettings):
         kv_cache_bytes: size of the KV cache. Defaults to the memory that `memory_fraction` leaves
             on a GPU, and to 512 MiB on a CPU. The arena for images' embeddings, in host memory, has
             1 GiB, or a quarter of this size if that is less.
+        adapters: LoRA adapters that are served by name beside the base model, as
+            `NAME=DIRECTORY,...`.
+        max_adapters: largest number of loaded adapters. Adapters beyond those of `adapters` can be
+            loaded while the decoder runs. Defaults to the number of `adapters`.
+        max_adapter_rank: largest rank of an adapter, up to 256. Defaults to that of `adapters`, and
+            to at least 16.
         encoder_addresses: encoders that this decoder may fetch from, separated by commas.
             Gateways name the encoder of each image. An entry is an address as in the gateway's
             setting, or a range of addresses such as `10.0.0.0/8` or `10.0.0.0/8:50051`. If empty,
@@ -61,7 +69,26 @@ class DecoderSettings(EngineServiceSettings):
     speculation_tokens: Annotated[int, Field(ge=1, le=32)] = 8
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
+    adapters: str = ""
+    max_adapters: Annotated[int, Field(ge=0, le=256)] | None = None
+    max_adapter_rank: Annotated[int, Field(ge=1, le=256)] | None = None
     encoder_addresses: str = ""
+
+    @property
+    def named_adapters(self) -> dict[str, Path]:
+        """Directories of `adapters` by name."""
+        return parse_adapters(self.adapters)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots for adapters."""
+        return max(len(self.named_adapters), self.max_adapters or 0)
+
+    @field_validator("adapters")
+    @classmethod
+    def _adapters_have_names(cls, value: str) -> str:
+        parse_adapters(value)
+        return value
 
     def max_drafts(self, device: str) -> int:
         """Returns the most drafts of a sequence in a step on a device. 0 without speculation."""

@@ -2,13 +2,18 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from services.common.adapter_config import AdapterError
-from tests.adapters import LINEARS, adapted_oracle
+from services.decoder.engine.engine import Engine
+from services.decoder.engine.messages import AddSequence, ResetPrefixCache, SamplingParams
+from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
+from tests.adapters import adapted_oracle
 from tests.cases import first
 from tests.decoder_harness import Harness
+from tests.engine_harness import Untimed
 from tests.parity import qwen3_5_oracle, text_oracle
 from tests.parity.oracle import CONFIGS, Oracle, largest_difference, make_oracle
 from tests.parity.test_language_model import TOLERANCE
@@ -53,7 +58,7 @@ def start(harness: Harness, oracle: Oracle, adapter: int, row: int, seed: int):
     return sequence, answer.logits
 
 
-@pytest.mark.parametrize("family", first(2, list(FAMILIES)))
+@pytest.mark.parametrize("family", first(1, list(FAMILIES)))
 def test_eight_adapters_in_one_step_give_logits_of_peft(family: str, tmp_path: Path) -> None:
     base = FAMILIES[family](tmp_path / "model")
     places = [tmp_path / f"adapter-{number}" for number in range(len(ADAPTERS))]
@@ -68,7 +73,11 @@ def test_eight_adapters_in_one_step_give_logits_of_peft(family: str, tmp_path: P
         base.directory, adapters=tuple(reversed(places)), max_adapters=9, max_num_sequences=10
     )
     slots = [*reversed(range(len(ADAPTERS)))]
-    sources = [*zip(oracles[:4], slots[:4]), (base, -1), *zip(oracles[4:], slots[4:])]
+    sources = [
+        *zip(oracles[:4], slots[:4], strict=True),
+        (base, -1),
+        *zip(oracles[4:], slots[4:], strict=True),
+    ]
     started = [
         start(harness, oracle, slot, row, seed=row) for row, (oracle, slot) in enumerate(sources)
     ]
@@ -80,3 +89,115 @@ def test_eight_adapters_in_one_step_give_logits_of_peft(family: str, tmp_path: P
         assert largest_difference(part, expected) < TOLERANCE, row
         if row != 4:
             assert largest_difference(plain[row], expected) > 100 * TOLERANCE
+
+
+PROMPT = 70  # tokens: several blocks
+
+
+class Served:
+    """An engine over a tiny model with adapters, one slot of which is free."""
+
+    def __init__(self, base: Oracle, places: list[Path], **options: object) -> None:
+        chosen = {
+            "device": "cpu", "block_size": 16, "max_num_sequences": 8, "max_batched_tokens": 200,
+            "max_model_len": 256, "kv_cache_bytes": 16 << 20, "dtype": "float32",
+            "adapters": tuple(places), "max_adapters": len(places) + 1,
+        } | options  # fmt: skip
+        drafts = chosen.pop("max_drafts", 0)
+        self.runner = create_runner(RunnerOptions(model_directory=base.directory, **chosen))
+        cost = Untimed() if drafts else None
+        self.engine = Engine(self.runner, overlap=False, max_drafts=drafts, step_cost=cost)
+        self.cached: dict[int, int] = {}
+
+    def ask(self, *asked: tuple[list[int], int], num_tokens: int = 12) -> list[list[int]]:
+        """Answers prompts at the same time, each by an adapter's slot; -1 is the base model."""
+        found: dict[int, list[int]] = {number: [] for number in range(len(asked))}
+        for number, (prompt, slot) in enumerate(asked):
+            self.engine.add(
+                AddSequence(
+                    number, np.array(prompt, np.int32).tobytes(), b"", 0, [],
+                    SamplingParams(max_tokens=num_tokens), adapter=slot,
+                    cache_salt=b"" if slot < 0 else b"adapter%d" % slot,
+                )
+            )  # fmt: skip
+        while self.engine.has_work:
+            done = self.engine.step()
+            for event in done.events if done else ():
+                found[event.sequence_id] += event.token_ids
+                if event.start is not None:
+                    self.cached[event.sequence_id] = event.start.num_cached_tokens
+        return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, list[Path], list[Oracle]]:
+    """A text model with three adapters."""
+    directory = tmp_path_factory.mktemp("text")
+    base = text_oracle.make_text_oracle(
+        text_oracle.CONFIGS["mistral-wide-heads"](), directory / "model"
+    )
+    places = [directory / f"adapter-{number}" for number in range(3)]
+    configs = ADAPTERS[0], ADAPTERS[3], ADAPTERS[6]
+    adapted = [
+        adapted_oracle(base, place, 20 + number, **config)
+        for number, (place, config) in enumerate(zip(places, configs, strict=True))
+    ]
+    return base, places, adapted
+
+
+def greedy(oracle: Oracle, prompt: list[int], num_tokens: int = 12) -> list[int]:
+    """The answer of Hugging Face with PEFT."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = oracle.model.generate(
+            ids, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False,
+            attention_mask=torch.ones_like(ids),
+        )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def test_hits_never_cross_adapters_and_drafts_change_no_answer(text) -> None:
+    base, places, adapted = text
+    prompt = base.prompt(PROMPT, seed=1).token_ids
+    right = [greedy(oracle, prompt) for oracle in (base, *adapted)]
+    assert len({tuple(answer) for answer in right}) == 4  # control
+    asked = [(prompt, slot) for slot in (-1, 0, 1, 2)]
+    served = Served(base, places)
+    for one in asked:
+        assert served.ask(one) == [right[one[1] + 1]]
+        assert served.cached[0] == 0  # no block of another adapter
+    assert served.ask(*reversed(asked)) == right[::-1]
+    assert all(count > 0 for count in served.cached.values())  # its own blocks
+    drafting = Served(base, places, max_drafts=4)
+    assert drafting.ask(*asked) == right
+    assert drafting.ask(*asked) == right
+
+
+def test_slots_are_filled_and_emptied_between_steps(text) -> None:
+    base, places, adapted = text
+    prompt = base.prompt(30, seed=2).token_ids
+    served = Served(base, places[:1], max_adapters=2)
+    for place, oracle in zip(places[1:], adapted[1:], strict=True):
+        served.runner.load_adapter(1, str(place))
+        found = served.ask((prompt, 0), (prompt, 1), (prompt, -1))
+        assert found == [greedy(each, prompt) for each in (adapted[0], oracle, base)]
+        served.runner.load_adapter(1, "")
+        served.engine.handle(ResetPrefixCache())
+    assert served.ask((prompt, 1)) == [greedy(base, prompt)]  # an empty slot is the base
+
+
+def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(text, tmp_path: Path) -> None:
+    base, places, _ = text
+    served = Served(base, places[:1], max_adapters=2)
+    prompt = base.prompt(30, seed=3).token_ids
+    before = served.ask((prompt, 0), (prompt, -1))
+    cases = (
+        ({"modules_to_save": ["norm"]}, "is replaced; fold the adapter into the weights"),
+        ({"r": 32}, "has rank 32, more than the largest rank 16"),
+    )
+    for number, (config, message) in enumerate(cases):
+        adapted_oracle(base, tmp_path / str(number), **config)
+        with pytest.raises(AdapterError, match=message):
+            served.runner.load_adapter(1, str(tmp_path / str(number)))
+    served.engine.handle(ResetPrefixCache())
+    assert served.ask((prompt, 0), (prompt, -1)) == before

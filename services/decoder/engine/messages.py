@@ -164,6 +164,18 @@ class ResetPrefixCache(msgspec.Struct, tag="reset"):
     """Empties the prefix cache: later sequences find no block that was computed before."""
 
 
+class LoadAdapter(msgspec.Struct, tag="adapter"):
+    """Loads an adapter into a slot. The engine answers with `AdapterLoaded`, in order.
+
+    Attributes:
+        slot: number of the slot, which no running sequence uses.
+        directory: directory of the adapter. Empty if the slot is emptied.
+    """
+
+    slot: int
+    directory: str
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Tells the engine process to exit."""
 
@@ -175,6 +187,7 @@ FrontMessage = (
     | TokenMasks
     | AbortSequence
     | ResetPrefixCache
+    | LoadAdapter
     | Ping
     | Shutdown
 )
@@ -403,6 +416,16 @@ class KernelCalls(msgspec.Struct, tag="kernels"):
     calls: dict[str, int]
 
 
+class AdapterLoaded(msgspec.Struct, tag="adapter_loaded"):
+    """Answers a `LoadAdapter`.
+
+    Attributes:
+        error: reason why the adapter cannot be served. Empty if it is loaded.
+    """
+
+    error: str = ""
+
+
 class NewTokens(msgspec.Struct, tag="tokens"):
     """The tokens of a step for all processes that fill masks.
 
@@ -420,4 +443,4 @@ class NewTokens(msgspec.Struct, tag="tokens"):
     drafts: list[list[int]] = []
 
 
-EngineMessage = EngineInfo | StepDone | KernelCalls | Pong
+EngineMessage = EngineInfo | StepDone | KernelCalls | AdapterLoaded | Pong

@@ -36,6 +36,7 @@ from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.common.transport.rpc import MAX_REQUEST_ID_CHARS
 from services.decoder.engine.messages import (
     AbortSequence,
+    AdapterLoaded,
     AddSequence,
     EndOfSequence,
     EngineInfo,
@@ -46,6 +47,7 @@ from services.decoder.engine.messages import (
     StartOfSequence,
     StepDone,
 )
+from services.decoder.front.adapter_table import AdapterTable, LoadedAdapter
 from services.decoder.front.drain import Drain
 from services.decoder.front.outbox import MAX_QUEUED_BYTES, Outbox
 from services.decoder.front.submission import read_submit
@@ -98,6 +100,7 @@ class _Sequence:
         reported: True once the sequence's last event is in the outbox, or once another sequence
             has taken its id.
         tenant: name of the request's tenant. Empty if the request has no API key.
+        adapter: adapter of the sequence. None for the base model alone.
     """
 
     number: int
@@ -112,6 +115,7 @@ class _Sequence:
     deadline: asyncio.TimerHandle | None = None
     reported: bool = False
     tenant: str = ""
+    adapter: LoadedAdapter | None = None
 
 
 class DecoderFront(InputListener):
@@ -125,11 +129,13 @@ class DecoderFront(InputListener):
         metrics: metrics of the decoder.
         capacity: counter of the sequences of each tenant. It allows `max_sequences` in all, and a
             single tenant at most three quarters of them.
+        adapters: adapters of the engine. Defaults to none.
         max_queued_bytes: largest estimated size of a stream's unread events. If a gateway reads so
             slowly that there are more, its sequences are aborted.
 
     Attributes:
         images: images of the sequences.
+        adapters: adapters of the engine.
     """
 
     def __init__(
@@ -140,6 +146,7 @@ class DecoderFront(InputListener):
         masks: MaskProcesses,
         metrics: DecoderMetrics,
         capacity: TenantCapacity,
+        adapters: AdapterTable | None = None,
         *,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
@@ -150,6 +157,7 @@ class DecoderFront(InputListener):
         self._capacity = capacity
         self._max_queued_bytes = max_queued_bytes
         self._masks = masks
+        self.adapters = adapters or AdapterTable({}, 0, channel)
         self._numbers = itertools.count(1)
         self._sequences: dict[int, _Sequence] = {}
         self._streams: set[Stream] = set()
@@ -227,12 +235,15 @@ class DecoderFront(InputListener):
                 raise Overloaded(
                     f"{len(self._sequences)} sequences already run or wait on this decoder"
                 )
+            sequence.adapter = self.adapters.take(submit.adapter)
             message, images, constraints = read_submit(
-                submit, sequence.number, self.engine, self._masks.end_ids
+                submit, sequence.number, self.engine, self._masks.end_ids, sequence.adapter
             )
         except TriptychError as error:
+            self.adapters.release(sequence.adapter)
             self._report(sequence, _failed(error), error.code)
         except Exception:
+            self.adapters.release(sequence.adapter)
             log.exception("the decoder failed to read a submission")
             error = InternalError("the decoder failed to read the submission")
             self._report(sequence, _failed(error), error.code)
@@ -267,11 +278,14 @@ class DecoderFront(InputListener):
                         self._dispatch(message)
                     case KernelCalls():
                         self._metrics.kernel_calls = message.calls
+                    case AdapterLoaded():
+                        self.adapters.answered(message)
                     case _:
                         pass
         except ChannelClosed:
             self._refusal = "the decoder's engine process has ended"
             self._fail_all(EngineLost("the decoder's engine process has ended"))
+            self.adapters.close(EngineLost("the decoder's engine process has ended"))
             for sequence in list(self._sequences.values()):
                 self._remove(sequence)
             raise
@@ -495,6 +509,7 @@ class DecoderFront(InputListener):
         if sequence.deadline is not None:
             sequence.deadline.cancel()
         del self._sequences[sequence.number]
+        self.adapters.release(sequence.adapter)
         self._capacity.release(sequence.tenant, 1)
         self.images.remove(sequence.number)
         self._masks.remove(sequence.number)

@@ -11,11 +11,12 @@ import grpc.aio
 
 from services.common.embeddings.fetch_wire import DTYPES
 from services.common.pb import decoder_pb2 as pb
-from services.common.transport.rpc import PROTOCOL, Servicer
+from services.common.transport.rpc import PROTOCOL
+from services.decoder.front.adapter_calls import AdapterCalls
 from services.decoder.front.front import DecoderFront, Stream
 
 
-class DecoderServicer(Servicer):
+class DecoderServicer(AdapterCalls):
     """Implements the calls of proto/decoder.proto.
 
     Args:
@@ -28,6 +29,7 @@ class DecoderServicer(Servicer):
     def __init__(self, front: DecoderFront, fingerprint: bytes = b"") -> None:
         self._front = front
         self._fingerprint = fingerprint
+        self.adapters = front.adapters
 
     async def Describe(
         self, request: pb.DescribeDecoderRequest, context: grpc.aio.ServicerContext
@@ -63,6 +65,7 @@ class DecoderServicer(Servicer):
             num_waiting=stats.num_waiting,
             num_blocks_used=stats.num_blocks - stats.num_free_blocks,
             num_blocks=stats.num_blocks,
+            adapters=self.adapters.described(),
         )
 
     async def ResetPrefixCache(

@@ -13,6 +13,7 @@ from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan, SamplingParams
+from services.decoder.front.adapter_table import LoadedAdapter, salted
 from services.decoder.front.token_constraints import read_constraints
 from services.decoder.front.token_ids import (
     INT_BYTES,
@@ -33,7 +34,11 @@ _POOLING = SamplingParams(max_tokens=1)
 
 
 def read_submit(
-    submit: pb.Submit, number: int, engine: EngineInfo, end_ids: tuple[int, ...]
+    submit: pb.Submit,
+    number: int,
+    engine: EngineInfo,
+    end_ids: tuple[int, ...],
+    adapter: LoadedAdapter | None = None,
 ) -> tuple[AddSequence, list[ImageRequest], TokenConstraints | None]:
     """Reads a gateway's message.
 
@@ -42,6 +47,7 @@ def read_submit(
         number: the engine's number of the sequence.
         engine: description of the engine.
         end_ids: end tokens of the model.
+        adapter: adapter of the sequence. None for the base model alone.
 
     Returns:
         The engine's message, the distinct images of the sequence, and the constraints on its
@@ -81,7 +87,8 @@ def read_submit(
         images=spans,
         sampling=sampling,
         generated_token_ids=submit.generated_token_ids,
-        cache_salt=submit.cache_salt,
+        cache_salt=salted(submit.cache_salt, adapter),
+        adapter=-1 if adapter is None else adapter.slot,
         prediction=submit.prediction,
         priority=submit.priority,
         tenant=submit.tenant,

@@ -4,11 +4,14 @@ Which graphs or kernels run a step follows from the `ComputeStep` alone, and fro
 have agreed on at the start (`runner_factory`), so that all ranks do the same.
 """
 
+import json
 import socket
 import struct
+from contextlib import suppress
 
 import torch
 
+from services.common.adapter_config import AdapterError
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.step_inputs import StepInputs
@@ -16,7 +19,8 @@ from services.decoder.engine.step import ComputeStep, PendingStep, Step
 from services.decoder.ranks.processes import RankProcesses
 
 # Kinds of records. A record has its length, its kind and, for the first two kinds, a `ComputeStep`.
-_STAGE, _RUN, _RUN_STAGED = b"s", b"r", b"x"
+# A record of the last kind has a JSON list of the slot and the directory of an adapter.
+_STAGE, _RUN, _RUN_STAGED, _ADAPTER = b"s", b"r", b"x", b"a"
 _LENGTH = struct.Struct("<I")
 
 
@@ -37,6 +41,17 @@ class LeadingRunner:
     @property
     def info(self) -> EngineInfo:
         return self._runner.info
+
+    @property
+    def kernel_calls(self) -> dict[str, int]:
+        """Number of kernel calls of rank 0; see `ModelRunner`."""
+        return self._runner.kernel_calls
+
+    def load_adapter(self, slot: int, directory: str) -> None:
+        """Loads an adapter on all ranks, which refuse the same adapters for the same reasons."""
+        body = _ADAPTER + json.dumps([slot, directory]).encode()
+        self._processes.send(_LENGTH.pack(len(body)) + body)
+        self._runner.load_adapter(slot, directory)
 
     def prepare(self, step: Step) -> None:
         self._processes.send(_record(_STAGE, step))
@@ -71,6 +86,10 @@ class Follower:
         record = link.recv(size, socket.MSG_WAITALL)
         if not record or len(record) < size:
             return False
+        if record[:1] == _ADAPTER:
+            with suppress(AdapterError):  # rank 0 has the same error, and reports it
+                self._computer.load_adapter(*json.loads(record[1:]))
+            return True
         if record[:1] != _RUN_STAGED:
             step = ComputeStep.from_bytes(record[1:])
             self._staged = step, self._computer.stage(step)

@@ -40,12 +40,14 @@ class DecoderPod(Pod):
     Attributes:
         description: the model that the decoder serves. None until the pod is connected.
         load: load of the decoder at the last health check. None if the decoder did not report it.
+        adapters: adapters that the decoder reported with its load.
         prompts: prompts that this gateway has sent to the decoder.
     """
 
     service = "decoder"
     description: pb.DescribeDecoderResponse | None = None
     load: pb.LoadResponse | None = None
+    adapters: Sequence[pb.Adapter] = ()
 
     def __init__(self, address: str, served: ServedModel, dialer: PodDialer) -> None:
         super().__init__(address, served, dialer)
@@ -55,6 +57,10 @@ class DecoderPod(Pod):
         self._ask_load = self.unary("Load", pb.LoadRequest, pb.LoadResponse)
         self.reset = self.unary(
             "ResetPrefixCache", pb.ResetPrefixCacheRequest, pb.ResetPrefixCacheResponse
+        )
+        self.load_adapter = self.unary("LoadAdapter", pb.LoadAdapterRequest, pb.LoadAdapterResponse)
+        self.unload_adapter = self.unary(
+            "UnloadAdapter", pb.UnloadAdapterRequest, pb.LoadAdapterResponse
         )
         self._generate = self.channel.stream_stream(
             "/triptych.v1.Decoder/Generate",
@@ -92,6 +98,7 @@ class DecoderPod(Pod):
         if state is PodState.SERVING:
             with suppress(TriptychError):
                 load = await self.ask(self._ask_load, pb.LoadRequest())
+                self.adapters = load.adapters
         self.load = load
         return state
 
@@ -310,7 +317,12 @@ class DecoderPool(Pool[DecoderPod]):
         return len(pods)
 
     def choose(
-        self, chain: PromptChain, key: bytes, exclude: Collection[str], num_tokens: int = 0
+        self,
+        chain: PromptChain,
+        key: bytes,
+        exclude: Collection[str],
+        num_tokens: int = 0,
+        adapter: bytes = b"",
     ) -> DecoderPod:
         """Chooses the decoder with the least work for a prompt. Prompt tokens that are cached there
         count as no work. `sent_prompts.choose` has the formula.
@@ -322,6 +334,7 @@ class DecoderPool(Pool[DecoderPod]):
             exclude: sessions of decoders that must not be chosen.
             num_tokens: number of tokens of prompt and completion. Only decoders with a context of
                 at least this length are chosen.
+            adapter: digest of the adapter that the decoder has to have. Empty for none.
 
         Raises:
             Unavailable: no decoder is left.
@@ -332,6 +345,7 @@ class DecoderPool(Pool[DecoderPod]):
             if pod.session not in exclude
             and pod.description is not None
             and pod.description.max_model_len >= num_tokens
+            and (not adapter or any(each.digest == adapter for each in pod.adapters))
         ]
         if not pods:
             raise Unavailable("no decoder is available")

@@ -50,7 +50,8 @@ async def _stream(context: RequestContext, completion: Completion) -> None:
     # With `include_usage`, the numbers of tokens are in the last chunk; with `usage_in_chunks`,
     # each chunk has the numbers so far.
     include_usage, usage_in_chunks = request.stream_usage
-    writer = ChunkWriter(f"chatcmpl-{context.answer_id}", now(), service.model_name, include_usage)
+    name = service.name_in_answer(request.model)
+    writer = ChunkWriter(f"chatcmpl-{context.answer_id}", now(), name, include_usage)
     usage = completion.usage() if usage_in_chunks else None
     prompt_ids = completion.prompt_token_ids() if request.return_token_ids else None
     chunks: list[bytes] = []
@@ -82,7 +83,7 @@ async def _write_whole(context: RequestContext, completion: Completion) -> None:
     response = ChatCompletion(
         id=f"chatcmpl-{context.answer_id}",
         created=now(),
-        model=service.model_name,
+        model=service.name_in_answer(request.model),
         choices=[
             _response_choice(index, updates, request)
             for index, updates in enumerate(updates_by_choice)

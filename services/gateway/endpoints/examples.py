@@ -61,6 +61,8 @@ BODIES: dict[str, dict[str, dict[str, Any]]] = {
         "text": {"model": MODEL, "queries": "A square", "documents": ["A red square."]},
     },
     "/v1/media": {"image": {"url": _IMAGE_URL}},
+    "/v1/load_lora_adapter": {"text": {"lora_name": "sql", "lora_path": "/adapters/sql"}},
+    "/v1/unload_lora_adapter": {"text": {"lora_name": "sql"}},
     "/tokenize": {"text": {"prompt": _QUESTION}},
     "/detokenize": {"text": {"tokens": [40, 41, 42]}},
 }

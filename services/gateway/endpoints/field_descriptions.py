@@ -535,7 +535,16 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "created_at": "Time of the server's start, for Anthropic's clients.",
         "lifecycle": "Always `active`.",
         "owned_by": "Always `triptych`.",
-        "parent": "Always null.",
+        "parent": "Name of the model that the adapter changes. Null if this is no adapter.",
+    },
+    "LoadAdapterRequest": {
+        "lora_name": "Name of the adapter in requests.",
+        "lora_path": "Absolute directory of the adapter on the decoders' file system.",
+        "load_inplace": "Only false: an adapter is replaced by unloading it first.",
+    },
+    "UnloadAdapterRequest": {
+        "lora_name": "Name of the adapter in requests.",
+        "lora_int_id": "Has no meaning here.",
     },
     "UploadRequest": {"url": "The file as a `data:` URL."},
     "UploadAnswer": {

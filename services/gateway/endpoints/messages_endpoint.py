@@ -72,9 +72,8 @@ async def messages(context: RequestContext, body: Body) -> None:
     chat.top_k = request.top_k
     check_chat_request(chat)
     completion = await context.prepare(chat)
-    answer = api.MessageAnswer(
-        f"msg_{context.answer_id}", context.service.model_name, [], api.MessageUsage(0, 0)
-    )
+    name = context.service.name_in_answer(request.model)
+    answer = api.MessageAnswer(f"msg_{context.answer_id}", name, [], api.MessageUsage(0, 0))
     if not request.stream:
         updates = (await context.collect(completion))[0]
         answer.content = blocks([part for update in updates for part in update.parts])

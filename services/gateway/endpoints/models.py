@@ -19,6 +19,7 @@ from msgspec import Raw, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.gateway.clients.served_adapters import served_adapters
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.request.chat import ChatService
 
@@ -31,8 +32,9 @@ _TIMEOUT_S = 2.0
 
 
 class ModelCard(Struct):
-    """The served model, with the fields that OpenAI's, vLLM's and Anthropic's clients read.
-    `can_switch_thinking` is true if `enable_thinking` of a request switches the reasoning.
+    """A served model, or an adapter, whose `parent` is the model that it changes. The fields are
+    those that OpenAI's, vLLM's and Anthropic's clients read. `can_switch_thinking` is true if
+    `enable_thinking` of a request switches the reasoning.
     """
 
     id: str
@@ -47,7 +49,7 @@ class ModelCard(Struct):
     lifecycle: Literal["active"] = "active"
     object: Literal["model"] = "model"
     owned_by: str = "triptych"
-    parent: None = None
+    parent: str | None = None
 
 
 class ModelList(Struct):
@@ -84,13 +86,15 @@ class ModelRoutes:
         """Lists all models. The names of this gateway's model come first."""
         others = await self._of_others(request)
         own = self._service.model_names
+        own = [*own, *served_adapters(self._service.decoders)]
         found = [*map(self._own, own), *(raw for name, raw in others.items() if name not in own)]
         return JsonResponse({"object": "list", "data": found})
 
     async def model(self, request: Request) -> Response:
         """Describes one model."""
         name: str = request.path_params["name"]
-        if name not in self._service.model_names:
+        own = self._service.model_names
+        if name not in own and name not in served_adapters(self._service.decoders):
             others = await self._of_others(request)
             if name in others:
                 return Response(bytes(others[name]), media_type="application/json")
@@ -98,17 +102,19 @@ class ModelRoutes:
         return JsonResponse(self._own(name))
 
     def _own(self, name: str) -> ModelCard:
-        """Describes this gateway's model under one of its names."""
+        """Describes this gateway's model under one of its names, or one of its adapters."""
         service = self._service
+        parent = None if name in service.model_names else service.model_name
         return ModelCard(
             name,
             self._created,
             service.max_model_len(),
             service.input_modalities,
             service.drafts.conversations.can_switch_thinking,
-            root=service.model_name,
+            root=name if parent else service.model_name,
             display_name=name,
             created_at=datetime.fromtimestamp(self._created, UTC),
+            parent=parent,
         )
 
     async def _of_others(self, request: Request) -> Mapping[str, Raw]:

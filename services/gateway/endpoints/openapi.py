@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from services.gateway.endpoints.adapter_routes import LoadAdapterRequest, UnloadAdapterRequest
 from services.gateway.endpoints.examples import BODIES, curls
 from services.gateway.endpoints.field_descriptions import description_of
 from services.gateway.endpoints.models import ModelCard, ModelList
@@ -128,6 +129,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/load"): Operation("getLoad", "How many requests the gateway serves now"),
     ("POST", "/reset_prefix_cache"): Operation(
         "resetPrefixCache", "Empties the decoders' prefix caches"
+    ),
+    ("POST", "/v1/load_lora_adapter"): Operation(
+        "loadAdapter", "Loads a LoRA adapter on all decoders", LoadAdapterRequest,
+        media_type="text/plain",
+    ),
+    ("POST", "/v1/unload_lora_adapter"): Operation(
+        "unloadAdapter", "Unloads a LoRA adapter", UnloadAdapterRequest, media_type="text/plain"
     ),
     ("GET", "/version"): Operation("getVersion", "The version of this software"),
     ("GET", "/health"): Operation("getHealth", "200 while the process answers"),

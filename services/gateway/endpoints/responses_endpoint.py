@@ -85,7 +85,8 @@ async def responses(stored: StoredResponses, context: RequestContext, body: Body
     # Several requests may have the same client's id, and others may know it. Whoever knows the
     # response's id can read the stored response, so a random part makes the id a secret.
     name = f"{context.answer_id}-{token_hex(_RANDOM_ID_BYTES)}"
-    context.writer = writer = ResponseWriter(request, name, completion, service.model_name)
+    model = service.name_in_answer(request.model)
+    context.writer = writer = ResponseWriter(request, name, completion, model)
     if request.stream:
         await writer.stream(service.answer(completion, holds_updates=True), exchange)
     else:

@@ -187,7 +187,7 @@ async def embeddings(search: SearchService, context: RequestContext, body: Body)
             shown = Raw(encode_json(unit.tolist()))
         data.append(Embedding(index, shown, truncated=runs.was_cut(index)))
         await asyncio.sleep(0)  # Each vector takes up to a millisecond; other requests have a turn.
-    name = context.service.model_name
+    name = context.service.name_in_answer(request.model)
     answer = EmbeddingList(f"embd-{context.answer_id}", now(), name, data, runs.usage())
     await context.exchange.write_json(answer)
 
@@ -222,7 +222,7 @@ async def rerank(version: str, search: SearchService, context: RequestContext, b
         "api_version": {"version": version},
         "tokens": {"input_tokens": usage.prompt_tokens, "output_tokens": 0},
     }
-    name = context.service.model_name
+    name = context.service.name_in_answer(request.model)
     answer = Ranking(f"rerank-{context.answer_id}", name, results, usage, meta)
     await context.exchange.write_json(answer)
 
@@ -246,7 +246,7 @@ async def score(search: SearchService, context: RequestContext, body: Body) -> N
     runs = _Runs(search, context, request)
     scores = await _scores(runs, pairs, places)
     data = [Score(index, found, runs.was_cut(index)) for index, found in enumerate(scores)]
-    name = context.service.model_name
+    name = context.service.name_in_answer(request.model)
     answer = ScoreList(f"score-{context.answer_id}", now(), name, data, runs.usage())
     await context.exchange.write_json(answer)
 

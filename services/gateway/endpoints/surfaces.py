@@ -11,6 +11,7 @@ from functools import partial
 from starlette.routing import Route
 
 from services.gateway.clients.pods import PodTimes
+from services.gateway.endpoints import adapter_routes
 from services.gateway.endpoints.chat_endpoint import chat_completions
 from services.gateway.endpoints.endpoint import (
     GenerationEndpoint,
@@ -110,5 +111,7 @@ def create_routes(
         Route("/metrics", operations.metrics),
         Route("/load", operations.load),
         Route("/reset_prefix_cache", operations.reset_prefix_cache, methods=["POST"]),
+        Route("/v1/load_lora_adapter", utility(adapter_routes.load), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", utility(adapter_routes.unload), methods=["POST"]),
         Route("/openapi.json", operations.openapi),
     ]

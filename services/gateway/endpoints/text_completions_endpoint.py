@@ -59,9 +59,8 @@ async def text_completions(context: RequestContext, body: Body) -> None:
         await asyncio.sleep(0)  # Each prompt may take some ms, so other requests have a turn.
     # A decoder may still refuse a prompt, and its error does not say which.
     context.paths["messages"] = "prompt"
-    writer = _Writer(
-        request, f"cmpl-{context.answer_id}", beginnings, service.tokenizer, service.model_name
-    )
+    name = service.name_in_answer(request.model)
+    writer = _Writer(request, f"cmpl-{context.answer_id}", beginnings, service.tokenizer, name)
     if request.stream:
         await _stream(context, writer)
     else:

@@ -39,6 +39,8 @@ _SCOPES: Mapping[str, KeyScope] = {
     "/metrics": "metrics",
     "/load": "metrics",
     "/reset_prefix_cache": "admin",
+    "/v1/load_lora_adapter": "admin",
+    "/v1/unload_lora_adapter": "admin",
 }
 _NO_KEY = "a valid API key is needed: Authorization: Bearer <key>"
 _PREFLIGHT_AGE_S = 600

@@ -39,8 +39,8 @@ _REASONS = {
         ("/generate", "/generate_stream", "/get_model_info", "/get_server_info"),
         f"SGLang's own API is not served: {_CHAT} or texts to /v1/completions",
     ),
-    "/load_lora_adapter": "LoRA is not served",
-    "/unload_lora_adapter": "LoRA is not served",
+    "/load_lora_adapter": "adapters are loaded at /v1/load_lora_adapter",
+    "/unload_lora_adapter": "adapters are unloaded at /v1/unload_lora_adapter",
 }
 _OLLAMA = ("/chat", "/generate", "/tags", "/show", "/ps", "/pull", "/embed", "/embeddings")
 _MAX_SHOWN = 100

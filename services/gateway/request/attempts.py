@@ -229,7 +229,9 @@ class Attempts:
         self._extended.clear()
         request = self._request
         images = await self._encodes.assign()
-        self._chain = PromptChain(request.prompt.token_ids, images, request.cache_salt)
+        self._chain = PromptChain(
+            request.prompt.token_ids, images, request.cache_salt + request.adapter
+        )
         if images:
             await asyncio.sleep(0)  # The encode calls are sent first: the decoder waits for images.
         decoder = self._take_decoder()
@@ -288,7 +290,7 @@ class Attempts:
         # images, it is a digest of the first tokens.
         keys, start = self._encodes.keys, request.prompt.token_ids[:_AFFINITY_TOKENS]
         key = keys[0] if keys else blake3(start.tobytes()).digest()
-        return self._decoders.choose(self._chain, key, exclude, num_tokens)
+        return self._decoders.choose(self._chain, key, exclude, num_tokens, request.adapter)
 
     def _submit_message(self, images: Sequence[pb.ImageRef]) -> pb.Submit:
         """Returns a message to the decoder with the fields that all choices have in common."""
@@ -304,6 +306,7 @@ class Attempts:
             images=images,
             sampling=request.sampling,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
             prediction=request.prediction,
             tenant=request.slot.tenant.name,
             tenant_weight=request.slot.tenant.weight,

@@ -18,6 +18,7 @@ from services.gateway.answers.detokenizer import Choice
 from services.gateway.answers.thinking_budget import thinking_budget
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
+from services.gateway.clients.served_adapters import served_adapters
 from services.gateway.clients.token_event import TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import Update
@@ -124,6 +125,7 @@ class ChatService:
             slot=slot,
             answer_format=answer_format,
             cache_salt=slot.tenant.cache_salt(request.cache_salt or ""),
+            adapter=self.adapter(request.model),
             deadline=timings.arrived + self.request_timeout_s,
             timings=timings,
             encode_sources=[None] * len(prompt.runs),
@@ -247,10 +249,23 @@ class ChatService:
         Raises:
             ModelNotFound: the request names a model that is not served.
         """
-        if name is not None and name not in self.model_names:
-            served = ", ".join(self.model_names)
+        if name is None or name in self.model_names:
+            return
+        if name not in (adapters := served_adapters(self.decoders)):
+            served = ", ".join((*self.model_names, *adapters))
             message = f"the model {name[:100]!r} does not exist; this gateway serves {served}"
             raise ModelNotFound(message, param="model")
+
+    def adapter(self, name: str | None) -> bytes:
+        """Returns the digest of the adapter that a request names. Empty for the base model."""
+        if name is None or name in self.model_names:
+            return b""
+        self.check_model(name)
+        return served_adapters(self.decoders)[name].digest
+
+    def name_in_answer(self, name: str | None) -> str:
+        """Returns the name of the model in the answer to a checked request that names `name`."""
+        return name if name and name not in self.model_names else self.model_name
 
     def max_model_len(self) -> int | None:
         """Returns the context length of the decoders. None if no decoder is healthy."""

@@ -131,6 +131,7 @@ class SearchService:
             slot=slot,
             answer_format=AnswerFormat(),
             cache_salt=slot.tenant.cache_salt(request.cache_salt or ""),
+            adapter=service.adapter(request.model),
             deadline=timings.arrived + service.request_timeout_s,
             timings=timings,
             encode_sources=[None] * len(prompt.runs),

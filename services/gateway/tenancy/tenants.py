@@ -46,6 +46,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             included.
         pixels_per_minute: number of pixels of images and frames of videos after resizing in any 60
             seconds. The bytes of a video's file count instead if they are more.
+        adapters: names of the adapters that the tenant may use. None for all.
     """
 
     weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
@@ -54,6 +55,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     pixels_per_minute: Count | None = None
+    adapters: tuple[str, ...] | None = None
 
     @property
     def by_kind(self) -> tuple[int | None, ...]:

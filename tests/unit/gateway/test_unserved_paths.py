@@ -22,7 +22,7 @@ from services.gateway.http.unserved_paths import BELOW_V1, explain
         ("/v1/files/file-1/content", "files are not served: images and videos are uploaded to"),
         ("/api/chat", "Ollama's API is not served: send conversations to /v1/chat/completions"),
         ("/api/tags", "Ollama's API is not served"),
-        ("/v1/load_lora_adapter", "LoRA is not served"),
+        ("/load_lora_adapter", "adapters are loaded at /v1/load_lora_adapter"),
         ("/generate", "SGLang's own API is not served: send conversations to"),
         ("/get_model_info", "SGLang's own API is not served"),
         ("/completion", "texts to /v1/completions"),

@@ -69,6 +69,10 @@ class ModelRunner:
         calls = self._model.ops.table.calls()
         return {f"{operation}={name}": count for (operation, name), count in calls.items()}
 
+    def load_adapter(self, slot: int, directory: str) -> None:
+        """Loads an adapter, or empties its slot; see `StepComputer.load_adapter`."""
+        self.computer.load_adapter(slot, directory)
+
     @torch.inference_mode()
     def prepare(self, step: Step) -> None:
         """Writes the arrays of a step into the staging buffer ahead of time; see `step.Runner`.

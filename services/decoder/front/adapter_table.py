@@ -1,0 +1,186 @@
+"""The adapters of a decoder by name, and the sequences that use them.
+
+An adapter that is unloaded is refused to new sequences at once. Its slot becomes free when its last
+sequence has ended, so that running answers are not changed.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from services.common.adapter_config import (
+    ADAPTER_NAME,
+    AdapterConfig,
+    AdapterError,
+    adapter_digest,
+)
+from services.common.errors import InvalidRequest, ModelNotFound, TriptychError, Unavailable
+from services.common.pb import decoder_pb2 as pb
+from services.common.process.channel import FrontChannel
+from services.decoder.engine.messages import AdapterLoaded, EngineMessage, LoadAdapter
+
+
+@dataclass(slots=True, eq=False)
+class LoadedAdapter:
+    """An adapter of the engine.
+
+    Attributes:
+        name: name by which requests call the adapter.
+        digest: digest of the name and of the adapter's files. It is part of the prefix cache's
+            hashes.
+        root: directory of the adapter, or its name on the hub.
+        slot: the adapter's slot in the engine.
+        num_sequences: number of sequences that have not ended.
+        is_leaving: True if the adapter was unloaded.
+    """
+
+    name: str
+    digest: bytes
+    root: str
+    slot: int
+    num_sequences: int = 0
+    is_leaving: bool = False
+
+
+class AdapterTable:
+    """Owner of the engine's slots for adapters.
+
+    Args:
+        given: directories of the adapters in the slots 0, 1, … by name.
+        slots: number of slots.
+        channel: connection to the engine.
+
+    Raises:
+        AdapterError: the files of an adapter cannot be read.
+    """
+
+    def __init__(
+        self, given: Mapping[str, Path], slots: int, channel: FrontChannel[EngineMessage]
+    ) -> None:
+        self._channel = channel
+        self._by_digest: dict[bytes, LoadedAdapter] = {}
+        self._free = list(range(len(given), slots))
+        self._waiting: deque[asyncio.Future[str]] = deque()
+        self._changes = asyncio.Lock()
+        for slot, (name, directory) in enumerate(given.items()):
+            found = LoadedAdapter(name, named_digest(name, directory), str(directory), slot)
+            self._by_digest[found.digest] = found
+
+    def described(self) -> list[pb.Adapter]:
+        """Returns the adapters that new sequences may have."""
+        return [
+            pb.Adapter(name=each.name, digest=each.digest, root=each.root)
+            for each in self._by_digest.values()
+            if not each.is_leaving
+        ]
+
+    def take(self, digest: bytes) -> LoadedAdapter | None:
+        """Returns the adapter of a new sequence, which uses it until `release`. None for the base
+        model.
+
+        Raises:
+            Unavailable: the adapter is not loaded here. Another decoder may have it.
+        """
+        if not digest:
+            return None
+        found = self._by_digest.get(digest)
+        if found is None or found.is_leaving:
+            raise Unavailable("the adapter is not loaded on this decoder")
+        found.num_sequences += 1
+        return found
+
+    def release(self, adapter: LoadedAdapter | None) -> None:
+        """Notes that a sequence has ended."""
+        if adapter is not None:
+            adapter.num_sequences -= 1
+            self._free_slot_of(adapter)
+
+    async def load(self, name: str, directory: str) -> None:
+        """Loads an adapter, and returns when sequences may have it.
+
+        Raises:
+            InvalidRequest: the adapter cannot be served, or its name is in use.
+        """
+        async with self._changes:
+            if not ADAPTER_NAME.fullmatch(name):
+                raise InvalidRequest(f"the name {name[:100]!r} is not {ADAPTER_NAME.pattern}")
+            if not Path(directory).is_absolute():
+                raise InvalidRequest("the path of an adapter is an absolute directory of decoders")
+            try:
+                AdapterConfig.read(directory)
+                digest = await asyncio.to_thread(named_digest, name, Path(directory))
+            except AdapterError as error:
+                raise InvalidRequest(str(error)) from None
+            same_name = [a for a in self._by_digest.values() if a.name == name]
+            if digest in self._by_digest and not self._by_digest[digest].is_leaving:
+                return  # a repeated call, for instance by another gateway
+            if any(not each.is_leaving for each in same_name):
+                raise InvalidRequest(f"an adapter with the name {name} is loaded: unload it first")
+            if digest in self._by_digest:
+                self._by_digest[digest].is_leaving = False
+                return
+            if not self._free:
+                raise InvalidRequest(
+                    f"all slots for adapters are in use ({len(self._by_digest)}): unload one, or "
+                    "start decoders with more (--max-adapters, DECODER_MAX_ADAPTERS)"
+                )
+            slot = self._free.pop()
+            if error := await self._ask(LoadAdapter(slot, directory)):
+                self._free.append(slot)
+                raise InvalidRequest(error)
+            self._by_digest[digest] = LoadedAdapter(name, digest, directory, slot)
+
+    async def unload(self, name: str) -> None:
+        """Unloads an adapter. Sequences that have it run to their ends.
+
+        Raises:
+            ModelNotFound: no adapter with this name is loaded.
+        """
+        found = [a for a in self._by_digest.values() if a.name == name and not a.is_leaving]
+        if not found:
+            raise ModelNotFound(f"the adapter {name[:100]!r} is not loaded", param="lora_name")
+        found[0].is_leaving = True
+        self._free_slot_of(found[0])
+
+    def answered(self, message: AdapterLoaded) -> None:
+        """Takes the engine's answer to the oldest message about a slot."""
+        waiting = self._waiting.popleft()
+        if not waiting.done():
+            waiting.set_result(message.error)
+
+    def close(self, error: TriptychError) -> None:
+        """Fails the calls that wait for the engine, which has ended."""
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_exception(error)
+
+    def _ask(self, message: LoadAdapter) -> asyncio.Future[str]:
+        """Sends a message to the engine, and returns its answer, which is empty without error."""
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        self._channel.send(message)
+        return waiting
+
+    def _free_slot_of(self, adapter: LoadedAdapter) -> None:
+        """Empties the slot of an adapter that was unloaded and that no sequence uses."""
+        if adapter.is_leaving and not adapter.num_sequences:
+            del self._by_digest[adapter.digest]
+            self._ask(LoadAdapter(adapter.slot, ""))
+            # The engine empties the slot before it handles any later message.
+            self._free.append(adapter.slot)
+
+
+def named_digest(name: str, directory: Path) -> bytes:
+    """Returns a digest of an adapter's name and files."""
+    return blake3(name.encode() + b"\0" + adapter_digest(directory)).digest()
+
+
+def salted(cache_salt: bytes, adapter: LoadedAdapter | None) -> bytes:
+    """Returns the salt of a sequence's prefix cache: no two adapters share keys and values."""
+    if adapter is None:
+        return cache_salt
+    return b"adapter" + blake3(adapter.digest + cache_salt).digest()

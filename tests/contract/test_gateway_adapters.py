@@ -1,0 +1,147 @@
+"""Adapters by name: every surface, the list of models, loading, unloading, and who sees what."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.gateway_stack import MODEL, GatewayStack
+
+SURFACES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(request: pytest.FixtureRequest) -> None:
+    """The decoders of a shared stack have forgotten their adapters, and the gateway has to."""
+    for name in {"stack", "pair"} & set(request.fixturenames):
+        stack: GatewayStack = request.getfixturevalue(name)
+        for pod in stack.gateway.service.decoders.healthy():
+            pod.adapters = ()
+
+
+def post(stack: GatewayStack, path: str, body: dict, key: str = ""):
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with stack.client(headers=headers) as client:
+        return client.post(path, json=body)
+
+
+def load(stack: GatewayStack, name: str = "sql", key: str = ""):
+    body = {"lora_name": name, "lora_path": f"/adapters/{name}"}
+    return post(stack, "/v1/load_lora_adapter", body, key)
+
+
+def names(stack: GatewayStack, key: str = "") -> dict[str, str | None]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with stack.client(headers=headers) as client:
+        return {each["id"]: each["parent"] for each in client.get("/v1/models").json()["data"]}
+
+
+@pytest.mark.parametrize("path", SURFACES)
+def test_each_surface_serves_an_adapter_under_its_name(stack: GatewayStack, path: str) -> None:
+    assert load(stack).text == "Success: LoRA adapter 'sql' added successfully."
+    answer = post(stack, path, SURFACES[path] | {"model": "sql"})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == "sql"
+    assert stack.decoder.submits[-1].adapter.strip() == b"sql"
+    base = post(stack, path, SURFACES[path] | {"model": MODEL})
+    assert base.json()["model"] == MODEL and stack.decoder.submits[-1].adapter == b""
+    missing = post(stack, path, SURFACES[path] | {"model": "other"})
+    assert missing.status_code == 404 and "sql" in missing.text
+
+
+def test_models_are_listed_with_their_parent(stack: GatewayStack) -> None:
+    load(stack)
+    assert names(stack) == {MODEL: None, "sql": MODEL}
+    with stack.client() as client:
+        assert client.get("/v1/models/sql").json()["parent"] == MODEL
+        assert client.get("/v1/models/other").status_code == 404
+
+
+def test_unloading_interrupts_no_stream(stack: GatewayStack) -> None:
+    load(stack)
+    stack.decoder.delay_s = 0.05
+    body = SURFACES["/v1/chat/completions"] | {"model": "sql", "stream": True}
+    with stack.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as open:
+        lines = open.iter_lines()
+        next(lines)
+        removed = post(stack, "/v1/unload_lora_adapter", {"lora_name": "sql"})
+        assert removed.text == "Success: LoRA adapter 'sql' removed successfully."
+        assert names(stack) == {MODEL: None}
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and all('"model":"sql"' in line for line in rest[:-1])
+    assert post(stack, "/v1/chat/completions", body).status_code == 404
+
+
+def test_a_call_that_cannot_be_obeyed_is_an_error_that_names_why(stack: GatewayStack) -> None:
+    unload = post(stack, "/v1/unload_lora_adapter", {"lora_name": "sql"})
+    assert unload.status_code == 404 and "is not loaded" in unload.text
+    assert load(stack).status_code == 200
+    assert load(stack).status_code == 400
+    assert load(stack, MODEL).status_code == 400
+    assert post(stack, "/v1/load_lora_adapter", {"lora_name": "a"}).status_code == 400
+    assert (
+        post(stack, "/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""}).status_code == 400
+    )
+    stack.decoder.refuses_adapters = "rank 512 is not supported"
+    refused = load(stack, "wide")
+    assert refused.status_code == 400 and "rank 512" in refused.text
+    assert names(stack) == {MODEL: None, "sql": MODEL}
+
+
+def test_an_adapter_that_one_decoder_refuses_is_on_none(pair: GatewayStack) -> None:
+    pair.decoders[1].refuses_adapters = "out of memory"
+    assert load(pair).status_code == 400
+    assert not pair.decoders[0].adapters and names(pair) == {MODEL: None}
+
+
+def test_only_decoders_with_the_adapter_get_its_requests(pair: GatewayStack) -> None:
+    load(pair)
+    (lacking, having) = pair.decoders
+    lacking.adapters.clear()
+    pods = pair.gateway.service.decoders
+    pair.wait(lambda: sum(bool(pod.adapters) for pod in pods.healthy()) == 1)
+    body = SURFACES["/v1/chat/completions"] | {"model": "sql"}
+    assert all(post(pair, "/v1/chat/completions", body).status_code == 200 for _ in range(6))
+    assert len(having.submits) == 6 and not lacking.submits
+
+
+@pytest.fixture
+def keyed(loop_thread, tmp_path) -> Iterator[GatewayStack]:
+    """Two tenants, of which one has a list of adapters, and an administrator."""
+    keys = [
+        {
+            "id": name, "tenant": name, "sha256": hashlib.sha256(name.encode()).hexdigest(),
+            "scopes": ["admin" if name == "admin" else "inference"],
+        }
+        for name in ("free", "bound", "admin")
+    ]  # fmt: skip
+    file = {"keys": keys, "tenants": {"bound": {"adapters": ["sql"]}}}
+    (tmp_path / "keys.json").write_text(json.dumps(file))
+    found = GatewayStack(
+        loop_thread, tmp_path, api_keys=f"file:{tmp_path / 'keys.json'}", log_level="ERROR"
+    )
+    yield found
+    found.close()
+
+
+def test_a_tenant_sees_and_uses_the_adapters_of_its_list_alone(keyed: GatewayStack) -> None:
+    assert load(keyed, "sql", "free").status_code == 403
+    assert load(keyed, "sql", "admin").status_code == 200
+    assert load(keyed, "secret", "admin").status_code == 200
+    assert names(keyed, "free") == {MODEL: None, "sql": MODEL, "secret": MODEL}
+    assert names(keyed, "bound") == {MODEL: None, "sql": MODEL}
+    for key, name, status in (
+        ("free", "secret", 200),
+        ("bound", "sql", 200),
+        ("bound", "secret", 404),
+    ):
+        body = SURFACES["/v1/chat/completions"] | {"model": name}
+        answer = post(keyed, "/v1/chat/completions", body, key)
+        assert answer.status_code == status
+        assert status == 200 or "secret" not in answer.text.replace("'secret'", "")

@@ -1,0 +1,107 @@
+"""The decoder's table of adapters: names, slots, and sequences that outlive an unloading."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
+from services.decoder.engine.messages import AdapterLoaded, LoadAdapter
+from services.decoder.front.adapter_table import AdapterTable, named_digest, salted
+
+
+class Engine:
+    """A channel to an engine that answers when it is asked to."""
+
+    def __init__(self) -> None:
+        self.messages: list[LoadAdapter] = []
+
+    def send(self, message: LoadAdapter) -> None:
+        self.messages.append(message)
+
+
+def write(directory: Path, content: bytes = b"weights") -> Path:
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "bias": "none"})
+    )
+    (directory / "adapter_model.safetensors").write_bytes(content)
+    return directory
+
+
+async def loaded(table: AdapterTable, engine: Engine, name: str, path: Path, error: str = ""):
+    """Loads an adapter while the engine answers."""
+    count = len(engine.messages)
+    task = asyncio.create_task(table.load(name, str(path)))
+    while len(engine.messages) == count and not task.done():
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+    if not task.done():
+        table.answered(AdapterLoaded(error))
+    await task
+
+
+async def test_an_unloaded_adapter_keeps_its_slot_until_its_last_sequence_ends(tmp_path):
+    engine = Engine()
+    first, second = write(tmp_path / "a"), write(tmp_path / "b", b"others")
+    table = AdapterTable({"one": first}, 1, engine)  # type: ignore[arg-type]
+    (described,) = table.described()
+    assert (described.name, described.root) == ("one", str(first))
+    assert described.digest == named_digest("one", first) != named_digest("two", first)
+    used = table.take(described.digest)
+    assert used is not None and used.slot == 0 and table.take(b"") is None
+    await table.unload("one")
+    assert not table.described() and not engine.messages
+    with pytest.raises(Unavailable):
+        table.take(described.digest)
+    with pytest.raises(InvalidRequest, match="all slots"):
+        await table.load("two", str(second))
+    table.release(used)
+    assert engine.messages == [LoadAdapter(0, "")]
+    table.answered(AdapterLoaded())
+    await loaded(table, engine, "two", second)
+    assert engine.messages[-1] == LoadAdapter(0, str(second))
+    assert [each.name for each in table.described()] == ["two"]
+    with pytest.raises(ModelNotFound):
+        await table.unload("one")
+
+
+async def test_what_the_engine_refuses_leaves_the_slot_free(tmp_path):
+    engine, path = Engine(), write(tmp_path / "a")
+    table = AdapterTable({}, 1, engine)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="rank 64"):
+        await loaded(table, engine, "one", path, "has rank 64")
+    assert not table.described()
+    await loaded(table, engine, "one", path)
+    await table.load("one", str(path))  # a repeated call of another gateway
+    with pytest.raises(InvalidRequest, match="unload it first"):
+        await table.load("one", str(write(tmp_path / "b", b"others")))
+    for name, directory, message in (
+        ("a b", str(path), "the name"),
+        ("x", "relative", "absolute"),
+        ("x", str(tmp_path), "no adapter at"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            await table.load(name, directory)
+
+
+async def test_an_adapter_that_is_loaded_again_while_it_leaves_stays(tmp_path):
+    engine, path = Engine(), write(tmp_path / "a")
+    table = AdapterTable({"one": path}, 1, engine)  # type: ignore[arg-type]
+    used = table.take(named_digest("one", path))
+    await table.unload("one")
+    await table.load("one", str(path))
+    table.release(used)
+    assert table.described() and not engine.messages
+
+
+def test_salts_differ_by_adapter_and_by_tenant(tmp_path):
+    table = AdapterTable(
+        {"one": write(tmp_path / "a"), "two": write(tmp_path / "b")},
+        2,
+        Engine(),  # type: ignore[arg-type]
+    )
+    adapters = [table.take(each.digest) for each in table.described()]
+    salts = {salted(tenant, each) for tenant in (b"", b"t") for each in (None, *adapters)}
+    assert len(salts) == 6
