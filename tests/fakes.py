@@ -9,7 +9,8 @@ from contextlib import suppress
 
 import grpc.aio
 import numpy as np
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
 
 from services.common.errors import (
     InvalidRequest,
@@ -53,7 +54,7 @@ async def forever(_: object) -> None:
     await asyncio.Event().wait()
 
 
-class _Health(health.aio.HealthServicer):
+class _Health(health_aio.HealthServicer):
     """The standard service, which can also stop answering."""
 
     silent = False
@@ -300,6 +301,7 @@ class FakeDecoder(_FakeServer):
     async def Load(self, request, context):
         if self.load is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "silent")
+            raise AssertionError("abort never returns")
         load = decoder_pb2.LoadResponse()
         load.CopyFrom(self.load)
         load.adapters.extend(self.adapters.values())
@@ -392,8 +394,8 @@ class FakeDecoder(_FakeServer):
                     accepted_tokens=self.predicted[0],
                     rejected_tokens=self.predicted[1],
                 )
-                if self.vector_of is not None:
-                    found = self.vector_of(np.frombuffer(submit.prompt_token_ids, "<i4"))
+                if (vector_of := self.vector_of) is not None:
+                    found = vector_of(np.frombuffer(submit.prompt_token_ids, "<i4"))
                     event.vector = found.astype("<f4").tobytes()
                 if start == begin:
                     event.started.CopyFrom(

@@ -1,6 +1,7 @@
 """Adapters beside the base model give PEFT's logits, float32 on the CPU, many in one batch."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.thorough]
 
 MIXED = r".*(q_proj|o_proj|down_proj|out_proj|in_proj_qkv|in_proj_a|shared_expert_gate)"
 # Eight adapters that differ in everything that is served.
-ADAPTERS = (
+ADAPTERS: tuple[dict[str, Any], ...] = (
     {},
     {"target_modules": ["q_proj", "v_proj"], "r": 16, "lora_alpha": 16},
     {"use_rslora": True, "r": 6},
@@ -97,16 +98,17 @@ PROMPT = 70  # tokens: several blocks
 class Served:
     """An engine over a tiny model with adapters, one slot of which is free."""
 
-    def __init__(self, base: Oracle, places: list[Path], **options: object) -> None:
-        chosen = {
+    def __init__(
+        self, base: Oracle, places: list[Path], max_drafts: int = 0, **options: Any
+    ) -> None:
+        chosen: dict[str, Any] = {
             "device": "cpu", "block_size": 16, "max_num_sequences": 8, "max_batched_tokens": 200,
             "max_model_len": 256, "kv_cache_bytes": 16 << 20, "dtype": "float32",
             "adapters": tuple(places), "max_adapters": len(places) + 1,
         } | options  # fmt: skip
-        drafts = chosen.pop("max_drafts", 0)
         self.runner = create_runner(RunnerOptions(model_directory=base.directory, **chosen))
-        cost = Untimed() if drafts else None
-        self.engine = Engine(self.runner, overlap=False, max_drafts=drafts, step_cost=cost)
+        cost = Untimed() if max_drafts else None
+        self.engine = Engine(self.runner, overlap=False, max_drafts=max_drafts, step_cost=cost)
         self.cached: dict[int, int] = {}
 
     def ask(self, *asked: tuple[list[int], int], num_tokens: int = 12) -> list[list[int]]:
@@ -149,7 +151,7 @@ def greedy(oracle: Oracle, prompt: list[int], num_tokens: int = 12) -> list[int]
     """The answer of Hugging Face with PEFT."""
     ids = torch.tensor([prompt])
     with torch.no_grad():
-        out = oracle.model.generate(
+        out = cast(Any, oracle.model).generate(
             ids, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False,
             attention_mask=torch.ones_like(ids),
         )  # fmt: skip
@@ -191,7 +193,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(text, tmp_path
     served = Served(base, places[:1], max_adapters=2)
     prompt = base.prompt(30, seed=3).token_ids
     before = served.ask((prompt, 0), (prompt, -1))
-    cases = (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"modules_to_save": ["norm"]}, "is replaced; fold the adapter into the weights"),
         ({"r": 32}, "has rank 32, more than the largest rank 16"),
     )

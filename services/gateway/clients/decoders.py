@@ -317,12 +317,7 @@ class DecoderPool(Pool[DecoderPod]):
         return len(pods)
 
     def choose(
-        self,
-        chain: PromptChain,
-        key: bytes,
-        exclude: Collection[str],
-        num_tokens: int = 0,
-        adapter: bytes = b"",
+        self, chain: PromptChain, key: bytes, exclude: Collection[str], num_tokens: int = 0
     ) -> DecoderPod:
         """Chooses the decoder with the least work for a prompt. Prompt tokens that are cached there
         count as no work. `sent_prompts.choose` has the formula.
@@ -334,7 +329,6 @@ class DecoderPool(Pool[DecoderPod]):
             exclude: sessions of decoders that must not be chosen.
             num_tokens: number of tokens of prompt and completion. Only decoders with a context of
                 at least this length are chosen.
-            adapter: digest of the adapter that the decoder has to have. Empty for none.
 
         Raises:
             Unavailable: no decoder is left.
@@ -345,7 +339,7 @@ class DecoderPool(Pool[DecoderPod]):
             if pod.session not in exclude
             and pod.description is not None
             and pod.description.max_model_len >= num_tokens
-            and (not adapter or any(each.digest == adapter for each in pod.adapters))
+            and chain.adapter in (b"", *(each.digest for each in pod.adapters))
         ]
         if not pods:
             raise Unavailable("no decoder is available")

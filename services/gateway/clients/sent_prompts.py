@@ -38,19 +38,24 @@ class PromptChain:
         token_ids: int32 [num_tokens], contiguous, token ids with expanded placeholders.
         images: references to the prompt's images, in order of their offsets.
         salt: salt that separates the prefixes of tenants.
+        adapter: digest of the adapter that answers, which separates prefixes, too. Empty for none.
 
     Attributes:
         num_tokens: number of tokens of the prompt.
+        adapter: the same; only decoders that have the adapter can be chosen.
         links: hash of each prefix, and the prefix's number of tokens. No prefix contains the last
             token, which is always computed.
     """
 
-    def __init__(self, token_ids: Int32s, images: Sequence[pb.ImageRef], salt: bytes) -> None:
+    def __init__(
+        self, token_ids: Int32s, images: Sequence[pb.ImageRef], salt: bytes, adapter: bytes = b""
+    ) -> None:
         self.num_tokens = len(token_ids)
         self.images = images
         self.links: list[tuple[bytes, int]] = []
         data, following = token_ids.data.cast("B"), iter(images)
-        hashed = blake3(salt)
+        self.adapter = adapter
+        hashed = blake3(salt + adapter)
         image, start = next(following, None), 0
         while (end := start + _size(start)) < self.num_tokens:
             hashed.update(data[4 * start : 4 * end])

@@ -230,7 +230,7 @@ class Attempts:
         request = self._request
         images = await self._encodes.assign()
         self._chain = PromptChain(
-            request.prompt.token_ids, images, request.cache_salt + request.adapter
+            request.prompt.token_ids, images, request.cache_salt, request.adapter
         )
         if images:
             await asyncio.sleep(0)  # The encode calls are sent first: the decoder waits for images.
@@ -290,7 +290,7 @@ class Attempts:
         # images, it is a digest of the first tokens.
         keys, start = self._encodes.keys, request.prompt.token_ids[:_AFFINITY_TOKENS]
         key = keys[0] if keys else blake3(start.tobytes()).digest()
-        return self._decoders.choose(self._chain, key, exclude, num_tokens, request.adapter)
+        return self._decoders.choose(self._chain, key, exclude, num_tokens)
 
     def _submit_message(self, images: Sequence[pb.ImageRef]) -> pb.Submit:
         """Returns a message to the decoder with the fields that all choices have in common."""
