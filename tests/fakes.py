@@ -9,8 +9,7 @@ from contextlib import suppress
 
 import grpc.aio
 import numpy as np
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.errors import (
     InvalidRequest,
@@ -54,7 +53,7 @@ async def forever(_: object) -> None:
     await asyncio.Event().wait()
 
 
-class _Health(health_aio.HealthServicer):
+class _Health(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAccessIssue]
     """The standard service, which can also stop answering."""
 
     silent = False

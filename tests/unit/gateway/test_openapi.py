@@ -40,7 +40,9 @@ def unknown_field(kind, name):
 
 def test_document_names_every_route_and_no_other():
     routes = all_routes(None)
-    found = {(m, r.path.replace(":path", "")) for r in routes for m in (r.methods or set()) - {"HEAD"}}
+    found = {
+        (m, r.path.replace(":path", "")) for r in routes for m in (r.methods or set()) - {"HEAD"}
+    }
     assert found == OPERATIONS.keys()
     assert {p: set(m) for p, m in DOCUMENT["paths"].items()} == {
         path: {m.lower() for m, other in OPERATIONS if other == path} for _, path in OPERATIONS
