@@ -7,7 +7,7 @@ patches (2 by 2) into one image token. The last block's output gives feature 0 o
 the outputs of a few inner blocks give the DeepStack features 1, 2, ….
 
 Values are rounded to the tower's data type at the same places as in transformers 5.17, except in
-the patch embedding (`PatchWeights`).
+the patch embedding (`patch_embed`).
 `engine_main` creates the tower on the `meta` device and loads its weights. The runner calls
 `features`. `Ops` chooses the kernels, so this file has no code for a particular device.
 """
@@ -21,9 +21,11 @@ from torch.nn import functional as F
 
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.geometry import Grid
+from services.common.model_spec import TowerSpec
 from services.common.nn.layers import embedding
-from services.common.nn.linear import Linear, UnquantizedLinear
+from services.common.nn.linear import Linear
 from services.common.nn.weight_map import WeightMap
+from services.encoder.models.patch_embed import PatchEmbed
 from services.encoder.models.positions import (
     PositionCache,
     StaticLayout,
@@ -216,7 +218,7 @@ class Attention(nn.Module):
     columns.
     """
 
-    def __init__(self, spec: DeepStackTower, ops: Ops) -> None:
+    def __init__(self, spec: TowerSpec, ops: Ops) -> None:
         super().__init__()
         self.num_heads = spec.num_heads
         self.ops = ops
@@ -288,60 +290,3 @@ class Merger(nn.Module):
         grouped = normed.reshape(-1, self.grouped_size)
         inner = F.gelu(project(grouped, self.linear_fc1, self.ops))
         return project(inner, self.linear_fc2, self.ops)
-
-
-class PatchEmbed(nn.Module):
-    """The patch embedding: a linear layer over the pixels of a patch. The checkpoint stores it as a
-    Conv3d whose stride equals its kernel size, which computes the same.
-    """
-
-    def __init__(self, spec: DeepStackTower) -> None:
-        super().__init__()
-        pixels = spec.in_channels * spec.patch_size**2
-        method = PatchWeights(spec)
-        self.proj = Linear(
-            pixels * spec.temporal_patch_size, spec.hidden_size, bias=True, method=method
-        )
-
-    def forward(self, patches: Tensor) -> Tensor:
-        """Embeds patches `[N, channels * time * patch²]`, or `[N, channels * patch²]` of still
-        images, as `[N, hidden]`.
-        """
-        weight = self.proj.weight
-        if patches.shape[1] != self.proj.in_features:
-            weight = self.proj.still_weight
-        assert isinstance(weight, Tensor)
-        return F.linear(patches.to(weight.dtype), weight, self.proj.bias)
-
-
-class PatchWeights(UnquantizedLinear):
-    """Weights of the patch embedding, converted for the pixels that this service computes.
-
-    The checkpoint expects pixels that are normalized by a mean and a standard deviation. This
-    service scales pixels to [-1, 1] instead, so the difference is made part of the weight and the
-    bias. For still images, whose pixels are the same at each time, there is a second weight, which
-    is the sum of the weight over time.
-    """
-
-    def __init__(self, spec: DeepStackTower) -> None:
-        self._spec = spec
-
-    def process_weights_after_loading(self, layer: Linear) -> None:
-        """Converts weight and bias, and sets `layer.still_weight`, `[hidden, channels * patch²]`.
-        Sums are computed in float32 and rounded once.
-        """
-        spec, weight, bias = self._spec, layer.weight.detach(), layer.bias
-        assert bias is not None
-        shape = spec.in_channels, spec.temporal_patch_size, -1
-        by_time = weight.unflatten(1, shape).float()  # [hidden, channels, time, patch²]
-        mean, std = (
-            torch.tensor(levels, device=weight.device)[:, None, None]
-            for levels in (spec.pixel_mean, spec.pixel_std)
-        )
-        if not torch.all((mean == 127.5) & (std == 127.5)):
-            # A pixel of level x, 0 ≤ x ≤ 255, arrives as y = (x - 127.5) / 127.5. The checkpoint
-            # expects (x - mean) / std, which is y * 127.5 / std + (127.5 - mean) / std.
-            bias.data.copy_(bias + (by_time * ((127.5 - mean) / std)).sum((1, 2, 3)))
-            by_time = by_time * (127.5 / std)
-            weight.copy_(by_time.flatten(1))
-        layer.still_weight = by_time.sum(2).flatten(1).to(weight.dtype)
