@@ -64,6 +64,7 @@ def pack_patches(images: Tensor, height: int, width: int, merge_size: int, out: 
         width,
         MERGE=merge_size,
         PATCH=images.shape[1] // height,
+        BLOCK=triton.next_power_of_2(images.shape[1] // height),
         CHANNELS=images.shape[-1],
         num_warps=1,
     )
@@ -152,6 +153,7 @@ def _pack_patches_kernel(
     width,
     MERGE: tl.constexpr,
     PATCH: tl.constexpr,
+    BLOCK: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -160,15 +162,17 @@ def _pack_patches_kernel(
     across = width // MERGE
     top = block // across * MERGE + inside // MERGE
     left = block % across * MERGE + inside % MERGE
-    y, x = tl.arange(0, PATCH)[:, None], tl.arange(0, PATCH)[None, :]
+    y, x = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    known = (y < PATCH) & (x < PATCH)
     first = image.to(tl.int64) * num_patches * (PATCH * PATCH)
     place = pixels_ptr + (first + (top * PATCH + y) * (width * PATCH) + left * PATCH + x) * CHANNELS
     to = out_ptr + row.to(tl.int64) * (CHANNELS * PATCH * PATCH) + y * PATCH + x
     for channel in tl.static_range(CHANNELS):
-        value = tl.load(place + channel).to(tl.float32)
+        value = tl.load(place + channel, mask=known, other=0).to(tl.float32)
         # A division as in the reference implementation: multiplying by the reciprocal would round
         # differently.
         tl.store(
             to + channel * (PATCH * PATCH),
             tl.div_rn(value - 127.5, 127.5).to(out_ptr.dtype.element_ty),
+            mask=known,
         )

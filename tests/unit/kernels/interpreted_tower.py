@@ -29,9 +29,9 @@ def check_add_layer_norm(width: int) -> None:
     assert torch.equal(elementwise.layer_norm(found[1], weight, bias, 1e-6), found[0])
 
 
-def check_pack_patches(height: int, width: int) -> None:
-    images = torch.randint(0, 256, (3, height * 16, width * 16, 3), dtype=torch.uint8)
-    expected, found = torch.empty(2, 3 * height * width, 768)
+def check_pack_patches(height: int, width: int, patch: int = 16) -> None:
+    images = torch.randint(0, 256, (3, height * patch, width * patch, 3), dtype=torch.uint8)
+    expected, found = torch.full((2, 3 * height * width, 3 * patch**2), torch.nan)
     plain.pack_patches(images, height, width, 2, expected)
     elementwise.pack_patches(images, height, width, 2, found)
     assert torch.equal(found, expected)
@@ -44,4 +44,5 @@ if __name__ == "__main__":
         check_add_layer_norm(width)
     check_pack_patches(4, 6)
     check_pack_patches(2, 2)
+    check_pack_patches(2, 4, 14)
     print("agreed")
