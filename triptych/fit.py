@@ -113,7 +113,7 @@ def text_parameters(text: TextSpec) -> tuple[int, int]:
 def tower_parameters(tower: TowerSpec) -> int:
     """Approximate number of parameters of a vision tower, without biases, norms and positions."""
     hidden = tower.hidden_size
-    block = 4 * hidden * hidden + 2 * hidden * tower.intermediate_size
+    block = tower.block_weights
     merged = hidden * tower.spatial_merge_size**2
     merger = merged * merged + merged * tower.out_hidden_size
     patch = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2 * hidden

@@ -164,8 +164,8 @@ def encode_flops(tower: TowerSpec, edge: int) -> float:
     hidden = tower.hidden_size
     patches = (edge // tower.patch_size) ** 2
     pixels = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
-    block = 2 * patches * (4 * hidden**2 + 2 * hidden * tower.intermediate_size)
-    attention = 4 * patches**2 * hidden
+    block = 2 * patches * tower.block_weights
+    attention = 4 * patches * tower.attended(patches) * hidden
     merged = hidden * tower.spatial_merge_size**2
     merger = 2 * (merged**2 + merged * tower.out_hidden_size) / tower.spatial_merge_size**2
     return (

@@ -15,7 +15,7 @@ import numpy as np
 from services.common.errors import InvalidVideo
 from services.common.geometry import MAX_ASPECT_RATIO, Int32s, Patches, Size, Unit, fitted
 
-_UNKNOWN_RATE = 24.0  # frames per second that are assumed where a video has no rate
+UNKNOWN_RATE = 24.0  # frames per second that are assumed where a video has no rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class FramePairs(Patches):
         if count is None and fps is None:
             count = min(max(num_frames, self.min_frames), most)
         elif count is None:
-            count = int(num_frames / (rate or _UNKNOWN_RATE) * (fps or 0.0))
+            count = int(num_frames / (rate or UNKNOWN_RATE) * (fps or 0.0))
             count = min(max(count, self.min_frames), most, num_frames)
         places = np.linspace(0, num_frames - 1, count).round().astype(int)
         return tuple(places.tolist())
@@ -185,12 +185,30 @@ class FramePairs(Patches):
 
     def times(self, indices: Sequence[int], rate: float) -> list[float]:
         """Returns the time of each unit in seconds, which is the mean of its frames' times."""
-        per_second = rate or _UNKNOWN_RATE
+        per_second = rate or UNKNOWN_RATE
         return [(first / per_second + last / per_second) / 2 for first, last in _pairs(indices)]
+
+    def texts(self, times: Sequence[float]) -> list[str]:
+        """Returns the text that stands before each unit in the prompt.
+
+        Args:
+            times: time of each unit in seconds.
+        """
+        return [time_text(time) for time in times]
+
+    def steps(self, num_units: int, rate: float) -> Sequence[int]:
+        """Returns the time of each unit in positions, if the positions of the prompt have the time.
+        All are 0 here, because a unit's time is text.
+
+        Args:
+            num_units: number of units.
+            rate: sampled frames per second.
+        """
+        return [0] * num_units
 
     def rate_of(self, indices: Sequence[int], clip: Clip) -> float:
         """Returns the sampled frames per second, as transformers' `VideoMetadata.sampled_fps`."""
-        return len(indices) / clip.num_frames * (clip.rate or _UNKNOWN_RATE)
+        return len(indices) / clip.num_frames * (clip.rate or UNKNOWN_RATE)
 
     def placeholders(
         self, units: Sequence[Unit], texts: Sequence[Sequence[int]]

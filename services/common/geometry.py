@@ -52,12 +52,15 @@ class Run(NamedTuple):
         num_tokens: number of tokens.
         unit: the unit.
         image: index of the unit's image in the request.
+        time: time of the unit since the beginning of its video, in positions. 0 if the model places
+            each unit as an image of its own.
     """
 
     offset: int
     num_tokens: int
     unit: Unit
     image: int
+    time: int = 0
 
 
 class Patches:
@@ -179,7 +182,9 @@ class Geometry(Patches):
 
         A text token at position p has (p, p, p), and the next token is at p + 1. An image of h x w
         tokens at p has positions (p, p + row, p + column), row by row, and the next token is at
-        p + max(h, w).
+        p + max(h, w). The runs of a video without text between them all begin at the same p. A unit
+        at time t of the video has (p + t, p + row, p + column), and the next text token is at
+        p + max(h, w, t + 1).
 
         Args:
             num_tokens: number of tokens of the prompt.
@@ -190,19 +195,20 @@ class Geometry(Patches):
             num_tokens - 1 on each axis; and the delta that decode steps add to a token's index.
         """
         positions = np.empty((3, num_tokens), np.int32)
-        index, position = 0, 0
+        index, position, start, image = 0, 0, 0, -1
         for run in runs:
             text = run.offset - index
             positions[:, index : run.offset] = np.arange(position, position + text, dtype=np.int32)
-            position += text
+            if text or run.image != image:
+                start, image = position + text, run.image
             _, height, width = run.unit.grid
             rows, columns = height // self.merge_size, width // self.merge_size
             index = run.offset + rows * columns
             span = positions[:, run.offset : index].reshape(3, rows, columns)
-            span[0] = position
-            span[1] = position + np.arange(rows, dtype=np.int32)[:, None]
-            span[2] = position + np.arange(columns, dtype=np.int32)
-            position += max(rows, columns)
+            span[0] = start + run.time
+            span[1] = start + np.arange(rows, dtype=np.int32)[:, None]
+            span[2] = start + np.arange(columns, dtype=np.int32)
+            position = start + max(rows, columns, run.time + 1)
         tail = num_tokens - index
         positions[:, index:] = np.arange(position, position + tail, dtype=np.int32)
         return positions, position + tail - num_tokens

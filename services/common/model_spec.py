@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 from services.common.frame_pairs import FramePairs
 from services.common.geometry import Geometry
+from services.common.tower_spec import TowerSpec
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # File names of other programs' weights, which people download by mistake.
@@ -61,8 +62,10 @@ class RopeSpec:
         kind: scaling of the inverse frequencies, by transformers' names.
         theta: base of the frequencies.
         rotary_dim: number of leading elements of a head that are rotated. The others are unchanged.
-        mrope_section: number of frequencies per axis (t, h, w) of interleaved M-RoPE. None if
-            positions have one dimension.
+        mrope_section: number of frequencies per axis (t, h, w) of M-RoPE. None if positions have
+            one dimension.
+        interleaved: True if the axes of M-RoPE take turns (t h w t h w …). False if the frequencies
+            of an axis follow each other (t t … h h … w w …).
         factor: factor by which `llama3` and `yarn` extend the context.
         original_max_position_embeddings: longest context before the extension.
         low_freq_factor, high_freq_factor: parameters of `llama3`.
@@ -75,6 +78,7 @@ class RopeSpec:
     theta: float
     rotary_dim: int
     mrope_section: tuple[int, int, int] | None = None
+    interleaved: bool = True
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0
@@ -215,44 +219,6 @@ class TextSpec:
         """Indices of the full attention layers, which keep keys and values."""
         linear = set(self.linear_layers)
         return tuple(i for i in range(self.num_layers) if i not in linear)
-
-
-@dataclass(frozen=True, slots=True)
-class TowerSpec:
-    """A vision tower, which computes one embedding per `spatial_merge_size`² patches.
-
-    A family's file has a subclass with the fields that only its kind of tower has.
-
-    Attributes:
-        kind: name of the tower's file in `services/encoder/models`.
-        depth: number of blocks.
-        temporal_patch_size: number of frames in a patch.
-        out_hidden_size: size of an embedding's features.
-        pixel_mean, pixel_std: mean and standard deviation by which pixels of 0 to 255 are
-            normalized, one for each channel or one for all channels.
-    """
-
-    kind: ClassVar[str]
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    in_channels: int
-    patch_size: int
-    temporal_patch_size: int
-    spatial_merge_size: int
-    out_hidden_size: int
-    pixel_mean: tuple[float, ...] = field(default=(127.5,), kw_only=True)
-    pixel_std: tuple[float, ...] = field(default=(127.5,), kw_only=True)
-
-    @property
-    def num_features(self) -> int:
-        """Number of features of a unit's embedding, the merged output included."""
-        return 1
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ Imports transformers, which takes seconds: see tiny_tower.py.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,29 @@ from PIL import Image
 import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 
 # isort: split
-from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from tests.e2e.tiny_qwen3_5 import make_model as make_qwen3_5
-from tests.parity.oracle import fill
-from tests.tiny_tokenizer import added_ids, write_model_directory
+from tests.image_processor import CENTRED
+from tests.parity.oracle import TOWERS, fill
+from tests.parity.rope_index import time_continues
+from tests.tiny_tokenizer import added_ids, vocab_size, write_model_directory
 
 
 @dataclass
@@ -63,7 +78,49 @@ def make_qwen3_vl(directory: Path) -> Qwen3VLForConditionalGeneration:
     return model
 
 
-MAKERS = {"qwen3_vl": make_qwen3_vl, "qwen3_5": make_qwen3_5}
+def make_earlier(directory: Path, family: str) -> PreTrainedModel:
+    """A Qwen2-VL or Qwen2.5-VL, likewise."""
+    write_model_directory(directory)
+    own = json.loads((directory / "config.json").read_text())
+    ids = {name: number for name, number in own.items() if name.endswith("_token_id")}
+    section = {
+        "vocab_size": vocab_size(), "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 4096, "bos_token_id": None, "pad_token_id": None,
+        "eos_token_id": added_ids()["<|im_end|>"],
+        "rope_parameters": {
+            "rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 3, 3]
+        },
+    }  # fmt: skip
+    sizes = TOWERS[family] | {"patch_size": 14}
+    if family == "qwen2_vl":
+        config = Qwen2VLConfig(
+            text_config=section, vision_config=sizes | {"hidden_size": 64}, **ids
+        )
+        model = Qwen2VLForConditionalGeneration(config).eval()
+    else:
+        sizes |= {"out_hidden_size": 64}
+        config = Qwen2_5_VLConfig(text_config=section, vision_config=sizes, **ids)
+        model = Qwen2_5_VLForConditionalGeneration(config).eval()
+    fill(model, 0)
+    kept = (directory / "generation_config.json").read_text()
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").write_text(kept)
+    model.generation_config.eos_token_id = None
+    time_continues(model.model)
+    patches = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2} | CENTRED
+    for name, low, high in (("", 65536, 1 << 20), ("video_", 4096, 1 << 19)):
+        limits = {"min_pixels": low, "max_pixels": high}
+        (directory / f"{name}preprocessor_config.json").write_text(json.dumps(patches | limits))
+    return model
+
+
+MAKERS = {
+    "qwen3_vl": make_qwen3_vl,
+    "qwen3_5": make_qwen3_5,
+    "qwen2_vl": partial(make_earlier, family="qwen2_vl"),
+    "qwen2_5_vl": partial(make_earlier, family="qwen2_5_vl"),
+}
 
 
 class Oracle:
@@ -74,8 +131,12 @@ class Oracle:
         self._template = (directory / "chat_template.jinja").read_text()
         images = json.loads((directory / "preprocessor_config.json").read_text())
         videos = json.loads((directory / "video_preprocessor_config.json").read_text())
-        self._videos = Qwen3VLVideoProcessor(**videos)
-        self._processor = Qwen3VLProcessor(
+        self._videos, processor = Qwen3VLVideoProcessor(**videos), Qwen3VLProcessor
+        if "Qwen2" in type(model).__name__:
+            is_first = isinstance(model, Qwen2VLForConditionalGeneration)
+            self._videos = Qwen2VLVideoProcessor(fps=2.0, **videos)
+            processor = Qwen2VLProcessor if is_first else Qwen2_5_VLProcessor
+        self._processor = processor(
             Qwen2VLImageProcessor(**images),
             PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json")),
             self._videos,

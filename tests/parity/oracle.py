@@ -19,7 +19,10 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 # isort: split
 from transformers import (
     AutoModelForImageTextToText,
+    PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -49,6 +52,7 @@ class Tiny:
     theta: float = 5e6
     rope: dict[str, object] = field(default_factory=lambda: {"rope_type": "default"})
     experts: Mapping[str, object] | None = None  # fields of the config; None: dense
+    family: str = "qwen3_vl"
 
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
@@ -74,7 +78,19 @@ CONFIGS = {
     "moe-gqa3-two-taps": Tiny(
         3, 1, 32, (6, 5, 5), (0, 2), True, layers=8, experts=EXPERTS | {"mlp_only_layers": [2]}
     ),
+    "qwen2-gqa3-hd32": Tiny(3, 1, 32, (4, 5, 7), (), True, hidden=96, theta=1e6, family="qwen2_vl"),
+    "qwen2.5-gqa2-hd16": Tiny(
+        4, 2, 16, (2, 3, 3), (), False, layers=2, theta=1e6, family="qwen2_5_vl"
+    ),
 }
+# Towers of families other than Qwen3-VL. Windows are two tokens wide, which seldom divide a grid.
+TOWERS: dict[str, dict[str, object]] = {
+    "qwen2_vl": {"depth": 3, "embed_dim": 48, "num_heads": 3, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        "depth": 4, "hidden_size": 32, "num_heads": 2, "intermediate_size": 44, "window_size": 56,
+        "fullatt_block_indexes": [1, 3], "tokens_per_second": 2,
+    },
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -193,7 +209,9 @@ def largest_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def make_oracle(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
-    """A Qwen3-VL checkpoint, made with Hugging Face's classes and saved as they do."""
+    """A checkpoint, made with Hugging Face's classes and saved as they do."""
+    if tiny.family != "qwen3_vl":
+        return _saved(_earlier_config(tiny), directory, seed)
     kind = Qwen3VLConfig if tiny.experts is None else Qwen3VLMoeConfig
     config = kind(
         text_config={
@@ -217,6 +235,34 @@ def make_oracle(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
         image_token_id=IMAGE_ID, video_token_id=VIDEO_ID, vision_start_token_id=VISION_START_ID,
         vision_end_token_id=VISION_END_ID, tie_word_embeddings=tiny.tied,
     )  # fmt: skip
+    return _saved(config, directory, seed)
+
+
+def _earlier_config(tiny: Tiny) -> PreTrainedConfig:
+    """The configuration of a Qwen2-VL or Qwen2.5-VL. Heads have `hidden / heads` elements."""
+    assert tiny.heads * tiny.head_dim == tiny.hidden
+    kind, width = {
+        "qwen2_vl": (Qwen2VLConfig, "hidden_size"),
+        "qwen2_5_vl": (Qwen2_5_VLConfig, "out_hidden_size"),
+    }[tiny.family]
+    return kind(
+        text_config={
+            "vocab_size": VOCAB_SIZE, "hidden_size": tiny.hidden, "num_hidden_layers": tiny.layers,
+            "intermediate_size": tiny.intermediate, "num_attention_heads": tiny.heads,
+            "num_key_value_heads": tiny.kv_heads, "max_position_embeddings": 8192,
+            "rope_parameters": {
+                "rope_theta": tiny.theta, "mrope_section": list(tiny.section), **tiny.rope,
+            },
+            "tie_word_embeddings": tiny.tied, "bos_token_id": None, "eos_token_id": EOS_ID,
+            "pad_token_id": None,
+        },
+        vision_config=TOWERS[tiny.family] | {"patch_size": 14, width: tiny.hidden},
+        image_token_id=IMAGE_ID, video_token_id=VIDEO_ID, vision_start_token_id=VISION_START_ID,
+        vision_end_token_id=VISION_END_ID, tie_word_embeddings=tiny.tied,
+    )  # fmt: skip
+
+
+def _saved(config: PreTrainedConfig, directory: Path, seed: int) -> Oracle:
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.set_experts_implementation("eager")
     fill(model, seed)

@@ -27,6 +27,7 @@ SHAPES = {
     "whole-blocks": Tiny(4, 2, 64, (12, 10, 10), (0, 1), False, 256, 2, intermediate=384),
     "partial-blocks": Tiny(3, 1, 64, (12, 10, 10), (0, 1), True, 192, 2, intermediate=320),
 }
+WINDOWS = Tiny(3, 1, 64, (8, 12, 12), (), True, 192, 2, intermediate=320, family="qwen2_5_vl")
 PARTS = (9, (4, 6), 7)
 
 
@@ -47,6 +48,19 @@ TEXTS = {
 }
 
 
+def as_loaded(name: str) -> str:
+    """Transformers' name of a tensor whose name in the files is the older one of a model that
+    sees.
+    """
+    if name.startswith("visual."):
+        return f"model.{name}"
+    is_older = name.startswith("model.") and not name.startswith(_NEWER)
+    return name.replace("model.", "model.language_model.", 1) if is_older else name
+
+
+_NEWER = ("model.language_model.", "model.visual.")
+
+
 class Quantized:
     """One checkpoint, unquantized at Hugging Face's and to be quantized for us."""
 
@@ -65,7 +79,10 @@ class Quantized:
         if meant is self.original:
             self._answer = self._unquantized
             return self._answer.logits
-        missing, unexpected = self.oracle.model.load_state_dict(meant, strict=False)
+        loaded = meant
+        if self.oracle.spec.vision:
+            loaded = {as_loaded(name): tensor for name, tensor in meant.items()}
+        missing, unexpected = self.oracle.model.load_state_dict(loaded, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}
         self._answer = self.oracle.answer(self.prompt)
         return self._answer.logits

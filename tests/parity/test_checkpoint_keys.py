@@ -36,6 +36,8 @@ CONFIGS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5Config",
     "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeConfig",
+    "Qwen2VLForConditionalGeneration": "Qwen2VLConfig",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLConfig",
     "Qwen3VLForConditionalGeneration": "Qwen3VLConfig",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoeConfig",
 }  # fmt: skip
@@ -131,7 +133,7 @@ def test_a_key_on_no_list_is_named(tmp_path):
     config = config_of("Qwen3VLForConditionalGeneration")
     config |= {"new_norm": 1, "old_norm": None}
     config["text_config"]["logit_scale"] = 2.0
-    config["vision_config"]["window_size"] = 112
+    config["vision_config"]["tilt"] = 112
     config["quantization_config"] = FP8_BLOCK | {"weight_rotation": "hadamard"}
     directory = write(
         tmp_path, config, generation_config={"contrast": 1},
@@ -141,7 +143,7 @@ def test_a_key_on_no_list_is_named(tmp_path):
     )  # fmt: skip
     assert unknown_keys(directory) == [
         "config.json: new_norm", "config.json: text_config: logit_scale",
-        "config.json: vision_config: window_size",
+        "config.json: vision_config: tilt",
         "config.json: quantization_config: weight_rotation", "generation_config.json: contrast",
         "processor_config.json: image_processor: sharpen",
         "processor_config.json: video_processor: blur",

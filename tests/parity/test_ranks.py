@@ -66,6 +66,12 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "qwen3-vl-moe-transposed": lambda path: make_oracle(
         Tiny(4, 2, 32, (6, 5, 5), (0, 2), False, experts=EXPERTS), path
     ),
+    "qwen2-vl": lambda path: make_oracle(
+        Tiny(4, 4, 16, (2, 3, 3), (), True, family="qwen2_vl"), path
+    ),
+    "qwen2.5-vl": lambda path: make_oracle(
+        Tiny(4, 2, 16, (2, 3, 3), (), False, family="qwen2_5_vl"), path
+    ),
     "qwen3.5": lambda path: make_qwen3_5(Hybrid(4, 2, 32, (2, 1, 1), 2, 4, 16, 16, True), path),
     "qwen3.5-one-kv-head": lambda path: make_qwen3_5(
         Hybrid(2, 1, 64, (3, 3, 2), 2, 2, 16, 24, False, partial=0.25), path
@@ -163,7 +169,7 @@ ENGINES = ["qwen3-vl", "qwen3.5"]
 FOUR = ["qwen3-one-kv-head-tied"]  # more ranks than key heads
 # What is cut in the same way as one of the others is cut every night.
 _NIGHTLY = {
-    "qwen2-biases", "qwen3-vl-moe-transposed", "qwen3.5-one-kv-head", "fp8-channel",
+    "qwen2-biases", "qwen2-vl", "qwen3-vl-moe-transposed", "qwen3.5-one-kv-head", "fp8-channel",
     "modelopt-channel", "modelopt-block-experts",
     "fp8-channel-experts", "fp8-block-experts", "nvfp4", "mxfp8", "packed-awq",
     "packed-gptq", "packed-ct-experts",

@@ -160,7 +160,7 @@ class Bench:
         return answers
 
 
-@pytest.fixture(scope="module", params=first(3, ["images", "experts", "hybrid", "text"]))
+@pytest.fixture(scope="module", params=first(3, ["images", "experts", "hybrid", "text", "windows"]))
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
@@ -170,7 +170,10 @@ def bench(
         tiny = replace(HYBRID_CONFIGS["odd-heads-repeated-thrice"], layers=4)
         yield Bench(make_qwen3_5(tiny, directory, seed=3, gain=1.5), HYBRID_SHAPES)
     elif request.param != "text":
-        name = {"images": "gqa4-hd64-three-taps", "experts": "moe-gqa3-two-taps"}[request.param]
+        name = {
+            "images": "gqa4-hd64-three-taps", "experts": "moe-gqa3-two-taps",
+            "windows": "qwen2.5-gqa2-hd16",
+        }[request.param]  # fmt: skip
         yield Bench(make_oracle(CONFIGS[name], directory, seed=3), SHAPES)
     else:
         config = text_oracle.CONFIGS["llama-gqa1-biases-tied"]()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,21 +17,40 @@ from torch import Tensor
 import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 
 # isort: split
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel as HfWindowModel,
+)
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+    Qwen2VisionTransformerPretrainedModel as HfPlainModel,
+)
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as HfVisionModel
 
 from kernels.attention.segments import BatchSegments
+from services.common.families.qwen2_5_vl import WindowTower
+from services.common.families.qwen2_vl import PlainTower
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.geometry import Grid
+from services.common.model_spec import TowerSpec
 from services.common.nn.checkpoint import Checkpoint
 from services.common.nn.weights import load_weights
-from services.encoder.models import positions, qwen3_vl
+from services.encoder.models import (
+    create_tower,
+    positions,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+    window_layout,
+)
 from services.encoder.models.qwen3_vl import VisionTower
 from tests.tower import cpu_ops
 
 TOLERANCE = 2e-5
 
-CONFIGS = {
+CONFIGS: dict[str, TowerSpec] = {
     "one tap, 3 heads of 16": DeepStackTower(3, 48, 96, 3, 3, 16, 2, 2, 40, 36, (1,)),
     "two taps, 1 head of 32": DeepStackTower(4, 32, 72, 1, 3, 16, 2, 2, 64, 64, (0, 2)),
     "three taps, 5 heads of 16": DeepStackTower(5, 80, 100, 5, 3, 16, 2, 2, 48, 144, (0, 2, 4)),
@@ -38,22 +58,27 @@ CONFIGS = {
     "head_dim 72, 8B's": DeepStackTower(3, 216, 430, 3, 3, 16, 2, 2, 128, 2304, (0, 1, 2)),
     "patch 14, 7 heads of 8": DeepStackTower(2, 56, 64, 7, 3, 14, 2, 2, 32, 49, (1,)),
     "merge 1, one channel": DeepStackTower(2, 32, 64, 2, 1, 8, 2, 1, 32, 100, (0,)),
+    "Qwen2-VL, 3 heads of 16": PlainTower(3, 48, 144, 3, 3, 14, 2, 2, 40),
+    "Qwen2-VL, head_dim 80": PlainTower(2, 160, 320, 2, 3, 14, 2, 2, 64),
+    "Qwen2.5-VL, windows of 4": WindowTower(4, 48, 70, 3, 3, 14, 2, 2, 40, 112, (1, 3)),
+    "Qwen2.5-VL, windows of 3": WindowTower(3, 160, 200, 2, 3, 14, 2, 2, 64, 84, (2,)),
+    "Qwen2.5-VL, no window": WindowTower(2, 32, 40, 2, 3, 8, 2, 2, 64, 32, (0, 1)),
 }
-IMAGES: list[Grid] = [(1, 4, 6), (1, 6, 4), (1, 2, 2), (1, 10, 8), (1, 2, 26), (1, 4, 6)]
+IMAGES: list[Grid] = [(1, 4, 6), (1, 6, 4), (1, 2, 2), (1, 10, 14), (1, 2, 26), (1, 4, 6)]
 
 
 @dataclass
 class Pair:
     """One set of weights, as Hugging Face's module and as ours."""
 
-    config: DeepStackTower
-    theirs: HfVisionModel
+    config: TowerSpec
+    theirs: PreTrainedModel
     ours: VisionTower
 
     def expected(self, patches: Tensor, grids: list[Grid]) -> Tensor:
         with torch.no_grad():
             out = self.theirs(patches, grid_thw=torch.tensor(grids))
-        return torch.stack([out.pooler_output, *out.deepstack_features])
+        return torch.stack([out.pooler_output, *(getattr(out, "deepstack_features", None) or ())])
 
     def actual(self, patches: Tensor, grids: list[Grid]) -> Tensor:
         with torch.inference_mode():
@@ -70,16 +95,39 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def make_pair(config: DeepStackTower, directory: Path) -> Pair:
-    hf_config = Qwen3VLVisionConfig(
-        depth=config.depth, hidden_size=config.hidden_size, num_heads=config.num_heads,
-        intermediate_size=config.intermediate_size, in_channels=config.in_channels,
-        patch_size=config.patch_size, temporal_patch_size=config.temporal_patch_size,
-        spatial_merge_size=config.spatial_merge_size, out_hidden_size=config.out_hidden_size,
+def hf_config(config: TowerSpec) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """The configuration and the class of Hugging Face's tower."""
+    sizes = {
+        "depth": config.depth, "num_heads": config.num_heads, "in_channels": config.in_channels,
+        "patch_size": config.patch_size, "temporal_patch_size": config.temporal_patch_size,
+        "spatial_merge_size": config.spatial_merge_size,
+    }  # fmt: skip
+    if isinstance(config, PlainTower):
+        ratio = config.intermediate_size // config.hidden_size
+        sizes |= {"embed_dim": config.hidden_size, "hidden_size": config.out_hidden_size}
+        return Qwen2VLVisionConfig(mlp_ratio=ratio, **sizes), HfPlainModel
+    sizes |= {
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "out_hidden_size": config.out_hidden_size,
+    }  # fmt: skip
+    if isinstance(config, WindowTower):
+        blocks = list(config.full_attention_blocks)
+        made = Qwen2_5_VLVisionConfig(
+            window_size=config.window_size, fullatt_block_indexes=blocks, **sizes
+        )
+        return made, HfWindowModel
+    assert isinstance(config, DeepStackTower)
+    made = Qwen3VLVisionConfig(
         num_position_embeddings=config.num_position_embeddings,
         deepstack_visual_indexes=list(config.deepstack_indexes),
-    )  # fmt: skip
-    theirs = HfVisionModel(hf_config).eval()
+        **sizes,
+    )
+    return made, HfVisionModel
+
+
+def make_pair(config: TowerSpec, directory: Path) -> Pair:
+    hf, kind = hf_config(config)
+    theirs = kind._from_config(hf).eval()
     generator = _generator(1)
     for parameter in theirs.parameters():
         wide = 0.5 if parameter.ndim == 1 else 1.5 / parameter[0].numel() ** 0.5
@@ -87,7 +135,7 @@ def make_pair(config: DeepStackTower, directory: Path) -> Pair:
     tensors = {f"model.visual.{k}": v.contiguous() for k, v in theirs.state_dict().items()}
     save_file(tensors, directory / "model.safetensors")
     with torch.device("meta"):
-        ours = qwen3_vl.VisionTower(config, cpu_ops(config), "model.visual.")
+        ours = create_tower(config, cpu_ops(config), "model.visual.")
     load_weights(
         ours, Checkpoint.open(directory), ours.weight_map, device="cpu", dtype=torch.float32
     )
@@ -216,6 +264,57 @@ def _swap_gelu(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
     original = torch.nn.functional.gelu
     patch.setattr(qwen3_vl.F, "gelu", lambda x, approximate="tanh": original(x, approximate="tanh"))
     return pair
+
+
+def _exact_gelu_for_quick(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
+    patch.setattr(qwen2_vl.torch, "sigmoid", lambda x: (x / 1.702 / 2**0.5).erf() / 2 + 0.5)
+    return pair
+
+
+def _full_attention(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
+    patch.setattr(pair.ours, "spec", replace(pair.config, full_attention_blocks=(0, 1, 2, 3)))
+    return pair
+
+
+def _raster_windows(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
+    """Windows of the right sizes, with the tokens in the order of rows."""
+    original = window_layout.windows_of
+
+    def windows_of(*sizes: int) -> window_layout.Windows:
+        found = original(*sizes)
+        return found._replace(order=np.arange(len(found.order)))
+
+    patch.setattr(window_layout, "windows_of", windows_of)
+    return pair
+
+
+def _not_put_back(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
+    original = qwen2_5_vl.batch_layout
+
+    def batch_layout(*arguments) -> window_layout.WindowLayout:
+        found = original(*arguments)
+        return found._replace(inverse=torch.arange(len(found.order)))
+
+    patch.setattr(qwen2_5_vl, "batch_layout", batch_layout)
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("Qwen2-VL, 3 heads of 16", _exact_gelu_for_quick),
+        ("Qwen2.5-VL, windows of 4", _full_attention),
+        ("Qwen2.5-VL, windows of 4", _raster_windows),
+        ("Qwen2.5-VL, windows of 4", _not_put_back),
+    ],
+)
+def test_control_a_wrong_tower_of_another_kind_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, name: str, broken: Break, tmp_path: Path
+) -> None:
+    pair = make_pair(CONFIGS[name], tmp_path)
+    patches = pair.patches(IMAGES)
+    expected = pair.expected(patches, IMAGES)
+    assert error(broken(monkeypatch, pair).actual(patches, IMAGES), expected) > 4 * TOLERANCE
 
 
 def _raster_order(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:

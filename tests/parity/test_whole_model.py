@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.common.nn.checkpoint import Checkpoint
 from services.common.nn.weights import load_weights
-from services.encoder.models.qwen3_vl import VisionTower
+from services.encoder.models import create_tower
 from tests.decoder_harness import Harness
 from tests.parity.oracle import CONFIGS, Oracle, Prompt, make_oracle
 from tests.parity.test_language_model import LARGE, PROMPTS, TOLERANCE
@@ -29,7 +29,7 @@ class Whole:
         spec = self.oracle.spec
         vision, prefix = spec.vision_part.tower, spec.checkpoint.vision_prefix
         with torch.device("meta"):
-            self.tower = VisionTower(vision, cpu_ops(vision), prefix)
+            self.tower = create_tower(vision, cpu_ops(vision), prefix)
         load_weights(
             self.tower, Checkpoint.open(directory), self.tower.weight_map,
             device="cpu", dtype=torch.float32,

@@ -17,6 +17,8 @@ FAMILIES = {
     "LlamaForCausalLM": "services.common.families.llama",
     "MistralForCausalLM": "services.common.families.mistral",
     "Qwen2ForCausalLM": "services.common.families.qwen2",
+    "Qwen2VLForConditionalGeneration": "services.common.families.qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "services.common.families.qwen2_5_vl",
     "Qwen3ForCausalLM": "services.common.families.qwen3",
     "Qwen3Model": "services.common.families.qwen3",
     "Qwen3MoeForCausalLM": "services.common.families.qwen3_moe",

@@ -4,6 +4,7 @@ An absent field has the default of transformers' configuration class. An option 
 the model's answers and is not implemented raises `UnsupportedOption` with the option's name.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +13,8 @@ from typing import Any, cast
 
 from services.common.families.generation import eos_token_ids, read_generation
 from services.common.model_spec import (
+    INDEX,
+    WHOLE,
     CheckpointSpec,
     ConversationSpec,
     ModelSpec,
@@ -21,6 +24,7 @@ from services.common.model_spec import (
     UnsupportedOption,
     VisionSpec,
     expect,
+    read_json,
 )
 from services.common.quantization import read_quantization
 
@@ -45,6 +49,7 @@ _MROPE_FIELDS = {"mrope_section", "mrope_interleaved"}
 # Both parsers are listed because newer checkpoints of the same architecture may write their tool
 # calls in the format of Qwen3-Coder instead of that of Hermes.
 QWEN_CONVERSATION = ConversationSpec(tool_parsers=("qwen3_coder", "hermes"), thinks=True)
+_MAX_HEADER_BYTES = 100 << 20  # as in the safetensors package
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -90,6 +95,24 @@ def text_checkpoint(prefix: str = "model.", vision_prefix: str = "") -> Checkpoi
         vision_prefix=vision_prefix,
         ignored=(r".*\.rotary_emb\.inv_freq$",),
     )
+
+
+def has_tensors(directory: Path, prefix: str) -> bool:
+    """Returns whether the weight files have names with the prefix. False if there are no files.
+
+    Some programs rename tensors, so that checkpoints of one architecture have different names. Only
+    the index, or the header of a single file, is read.
+    """
+    try:
+        if (directory / WHOLE).is_file():
+            with (directory / WHOLE).open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                names = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+        else:
+            names = read_json(directory / INDEX)["weight_map"]
+    except (OSError, ValueError, KeyError):
+        return False  # the services that read weights refuse such files with the reason
+    return any(name.startswith(prefix) for name in names)
 
 
 def with_tie(section: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,6 +235,8 @@ def read_rope(
             f"supported: {', '.join(sorted(known))}"
         )
     kind = given.get("rope_type") or given.get("type") or "default"
+    if kind == "mrope" and mrope_section is not None:  # the older name of M-RoPE without scaling
+        kind = "default"
     if kind not in _ROPE_KINDS:
         raise UnsupportedOption(
             f"rope_type {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}. "

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from services.common.families import image_processor, video_processor
+from services.common.families import clip_processor, image_processor, video_processor
 from services.common.families.generation import NEUTRAL
 from services.common.model_spec import read_json
 
@@ -49,9 +49,11 @@ READ: dict[str, frozenset[str]] = {
     ),
     "config.json: vision_config": _words(
         """
-        deepstack_visual_indexes depth hidden_act hidden_size in_channels
-        intermediate_size num_heads num_position_embeddings out_hidden_size patch_size
-        rope_parameters spatial_merge_size temporal_patch_size
+        deepstack_visual_indexes depth embed_dim fullatt_block_indexes hidden_act hidden_size
+        in_channels in_chans
+        intermediate_size mlp_ratio num_heads num_position_embeddings out_hidden_size patch_size
+        rope_parameters spatial_merge_size spatial_patch_size temporal_patch_size
+        tokens_per_second window_size
         """
     ),
     "config.json: quantization_config": _words(
@@ -78,7 +80,8 @@ READ: dict[str, frozenset[str]] = {
     ),
     "preprocessor_config.json": frozenset(image_processor.DEFAULTS)
     | _words("max_pixels min_pixels"),
-    "video_preprocessor_config.json": frozenset(video_processor.DEFAULTS),
+    "video_preprocessor_config.json": frozenset(video_processor.DEFAULTS)
+    | frozenset(clip_processor.DEFAULTS),
     "processor_config.json": frozenset(("image_processor", "video_processor")),
 }
 
@@ -93,8 +96,9 @@ _REASONS: dict[str, dict[str, str]] = {
                 problem_type return_dict torchscript use_cache""",
         _MEMORY: "attn_implementation _attn_implementation use_flash_attn",
         "`--dtype` sets the data type": "dtype torch_dtype",
-        "the chat template writes these tokens, and nothing is padded": "bos_token_id pad_token_id",
-        "M-RoPE is always interleaved": "mrope_interleaved",
+        "the chat template writes these tokens, and nothing is padded": """bos_token_id pad_token_id
+                vision_token_id""",
+        "the architecture decides whether M-RoPE is interleaved": "mrope_interleaved",
         _SPECULATION: "mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers",
     },
     "config.json: vision_config": {

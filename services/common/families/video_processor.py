@@ -18,7 +18,7 @@ from services.common.families.image_processor import (
     read_processor,
 )
 from services.common.frame_pairs import FramePairs
-from services.common.model_spec import ModelSpecError, UnsupportedOption, VisionSpec
+from services.common.model_spec import ModelSpecError, TowerSpec, UnsupportedOption, VisionSpec
 
 DEFAULTS: dict[str, Any] = {
     "video_processor_type": "Qwen3VLVideoProcessor",
@@ -72,21 +72,11 @@ def _frame_pairs(
         min_pixels=(None,),
         max_pixels=(None,),
     )
-    if tower.temporal_patch_size != 2:
-        raise UnsupportedOption("temporal_patch_size is not 2")
-    if normalization(options, tower.in_channels) != (tower.pixel_mean, tower.pixel_std):
-        raise UnsupportedOption("frames are normalized differently from images")
-    if missing := [name for name in _TOKENS if not isinstance(config.get(name), int)]:
-        raise UnsupportedOption(f"config.json has no {missing[0]}")
+    check_frames(options, tower, config)
     limits = ("min_pixels", "max_pixels")  # transformers ignores them here and reads only `size`
     size = {key: value for key, value in options.items() if key not in limits}
     min_pixels, max_pixels = pixel_limits(size)
-    fps = options["fps"]
-    if fps is not None and not (type(fps) in (int, float) and 0 < fps < math.inf):
-        raise UnsupportedOption(f"fps {fps!r} is not a positive number")
-    num_frames = None if options["num_frames"] is None else _count("num_frames", options)
-    if fps is not None and num_frames is not None:
-        raise UnsupportedOption("fps and num_frames exclude each other")
+    fps, num_frames = read_rate(options)
     return FramePairs(
         video_token_id=config["video_token_id"],
         start_token_id=config["vision_start_token_id"],
@@ -97,15 +87,37 @@ def _frame_pairs(
         max_pixels=max_pixels,
         fps=fps,
         num_frames=num_frames,
-        min_frames=_count("min_frames", options),
-        max_frames=_count("max_frames", options),
-        max_frame_tokens=_count("max_video_tokens", options),
+        min_frames=count("min_frames", options),
+        max_frames=count("max_frames", options),
+        max_frame_tokens=count("max_video_tokens", options),
         cap_pixels_per_frame=bool(options["cap_pixels_per_frame"]),
         resample=FILTERS[options["resample"]],
     )
 
 
-def _count(option: str, options: Mapping[str, Any]) -> int:
+def check_frames(options: Mapping[str, Any], tower: TowerSpec, config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedOption if the tower or config.json does not fit pairs of frames."""
+    if tower.temporal_patch_size != 2:
+        raise UnsupportedOption("temporal_patch_size is not 2")
+    if normalization(options, tower.in_channels) != (tower.pixel_mean, tower.pixel_std):
+        raise UnsupportedOption("frames are normalized differently from images")
+    if missing := [name for name in _TOKENS if not isinstance(config.get(name), int)]:
+        raise UnsupportedOption(f"config.json has no {missing[0]}")
+
+
+def read_rate(options: Mapping[str, Any]) -> tuple[float | None, int | None]:
+    """Reads the number of frames to sample, per second (`fps`) or of each video (`num_frames`)."""
+    fps = options["fps"]
+    if fps is not None and not (type(fps) in (int, float) and 0 < fps < math.inf):
+        raise UnsupportedOption(f"fps {fps!r} is not a positive number")
+    num_frames = None if options["num_frames"] is None else count("num_frames", options)
+    if fps is not None and num_frames is not None:
+        raise UnsupportedOption("fps and num_frames exclude each other")
+    return fps, num_frames
+
+
+def count(option: str, options: Mapping[str, Any]) -> int:
+    """Reads an option that is a positive integer."""
     value = options[option]
     if type(value) is not int or value < 1:
         raise UnsupportedOption(f"{option} {value!r} is not a positive integer")

@@ -16,8 +16,9 @@ class RotaryEmbedding(nn.Module):
 
     Position rows are the axes (t, h, w) of M-RoPE. Interleaved M-RoPE: frequency j rotates with the
     height where j % 3 == 1 and j < 3 * section[1], with the width where j % 3 == 2 and
-    j < 3 * section[2], and with time elsewhere: t h w t h w … t t t. A model with 1-D positions
-    (`mrope_section` None) reads row 0 alone.
+    j < 3 * section[2], and with time elsewhere: t h w t h w … t t t. Otherwise, the first
+    section[0] frequencies rotate with time, the next section[1] with the height, and the others
+    with the width. A model with 1-D positions (`mrope_section` None) reads row 0 alone.
 
     Args:
         spec: kind and parameters of the embedding.
@@ -44,9 +45,13 @@ class RotaryEmbedding(nn.Module):
         j = torch.arange(self.spec.rotary_dim // 2, device="cpu")
         axis = torch.zeros_like(j)
         if self.spec.mrope_section is not None:
-            _, height, width = self.spec.mrope_section
-            axis[(j % 3 == 1) & (j < 3 * height)] = 1
-            axis[(j % 3 == 2) & (j < 3 * width)] = 2
+            time, height, width = self.spec.mrope_section
+            if self.spec.interleaved:
+                axis[(j % 3 == 1) & (j < 3 * height)] = 1
+                axis[(j % 3 == 2) & (j < 3 * width)] = 2
+            else:
+                axis[time:] = 1
+                axis[time + height :] = 2
         self.axis = axis.to(device)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -28,9 +28,9 @@ def count_flops(spec: TowerSpec, grids: Iterable[Grid]) -> float:
         spec: sizes of the tower.
         grids: sizes of the images in patches.
     """
-    weights = 4 * spec.hidden_size**2 + 2 * spec.hidden_size * spec.intermediate_size
+    weights, hidden = spec.block_weights, spec.hidden_size
     sizes = [height * width for _, height, width in grids]
-    return spec.depth * sum(2.0 * n * weights + 4.0 * n**2 * spec.hidden_size for n in sizes)
+    return spec.depth * sum(n * (2.0 * weights + 4.0 * spec.attended(n) * hidden) for n in sizes)
 
 
 class Throttle:

@@ -131,6 +131,32 @@ class Ops:
         """Computes the layer norm of `x`, `[N, hidden]`, with the rounding of `add_layer_norm`."""
         return self.table.call("layer_norm", x, weight, bias, eps)
 
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Adds `x` to the residual stream and normalizes the sum by its root mean square.
+
+        The normalized sum is rounded before it is multiplied by the weight.
+
+        Args:
+            x: `[N, hidden]`.
+            residual: `[N, hidden]`. It may be overwritten.
+            weight: weight of the norm, `[hidden]`.
+            eps: epsilon of the norm.
+
+        Returns:
+            `rms_norm(x + residual)` and `x + residual`.
+        """
+        return self.table.call("add_rms_norm", x, residual, weight, eps)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Computes the RMS norm of `x`, `[N, hidden]`, with the rounding of `add_rms_norm`."""
+        return self.table.call("rms_norm", x, weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Computes `silu(gate) * up`, `[N, n]`, of the concatenated `[N, 2 * n]`."""
+        return self.table.call("silu_and_mul", gate_up)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Computes `x @ weight.T + bias` with a weight `[out_features, in_features]`."""
         return self.table.call("linear", x, weight, bias)

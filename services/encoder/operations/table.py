@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import launches
+from kernels import plain as shared
 from kernels.attention.attention_tuning import HOPPER_HEAD_DIMS, HOPPER_SHARED_MEMORY
 from kernels.attention.segments import Segments
 from kernels.device import DeviceFacts
@@ -75,6 +76,18 @@ def _triton(operation: str) -> "Implementation[TowerFacts]":
 def _plain(operation: str) -> "Implementation[TowerFacts]":
     """Returns the row of the reference implementation."""
     return Implementation(operation, PLAIN, lambda _: getattr(plain, operation))
+
+
+def _shared(operation: str, module: str) -> "tuple[Implementation[TowerFacts], ...]":
+    """Returns the rows of an operation that the language model has, too."""
+
+    def create(facts: TowerFacts) -> Kernel:
+        return getattr(importlib.import_module(f"kernels.gemm.{module}"), operation)
+
+    return (
+        Implementation(operation, "triton", create, _without_triton),
+        Implementation(operation, PLAIN, lambda _: getattr(shared, operation)),
+    )
 
 
 def _hopper_attention(facts: TowerFacts) -> Kernel:
@@ -173,6 +186,9 @@ IMPLEMENTATIONS: tuple[Implementation[TowerFacts], ...] = (
     _plain("add_layer_norm"),
     _triton("layer_norm"),
     _plain("layer_norm"),
+    *_shared("add_rms_norm", "add_norm"),
+    *_shared("rms_norm", "add_norm"),
+    *_shared("silu_and_mul", "silu_mul"),
     _triton("rotary"),
     _plain("rotary"),
     Implementation("ragged_attention", "hopper", _hopper_attention, _without_hopper_attention),

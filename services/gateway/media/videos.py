@@ -125,6 +125,7 @@ class Video:
         param: place of the video in the request.
         units: pairs of frames, which are encoded together.
         times: time of each unit in the video, in seconds.
+        steps: time of each unit in the video, in positions. See `FramePairs.steps`.
         usage: frames, rate and tokens of the video, for the answer's usage.
         digests: digest of each chosen frame, by index of the frame.
         file: file of the video. None if the client has sent frames.
@@ -136,6 +137,7 @@ class Video:
     param: str
     units: Sequence[Unit]
     times: Sequence[float]
+    steps: Sequence[int]
     usage: VideoUsage
     digests: Mapping[int, bytes]
     file: VideoFile | None = None
@@ -335,15 +337,17 @@ class VideoReader:
         pairs, limits = self.pairs, source.limits
         units = pairs.units(indices, clip.size, limits)
         times = pairs.times(source.taken.indices or indices, clip.rate)
+        rate = pairs.rate_of(indices, clip)
         usage = VideoUsage(
             len(indices),
-            round(pairs.rate_of(indices, clip), 3),
+            round(rate, 3),
             sum(pairs.num_tokens(unit) for unit in units),
             pairs.size_of(units[0]),
             [round(time, 1) for time in times],
             pairs.caps(limits),
         )
-        return Video(source.param, units, times, usage, digests)
+        steps = pairs.steps(len(units), rate)
+        return Video(source.param, units, times, steps, usage, digests)
 
     def _check_number(self, num_frames: int) -> None:
         most = self.bounds.max_video_frames

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.common.errors import InvalidRequest
-from services.common.frame_pairs import time_text
 from services.common.geometry import Int32s, Run, Unit
 from services.common.model_spec import ModelSpec
 from services.gateway.media.images import ImageSource
@@ -153,13 +152,14 @@ class PromptBuilder:
             if is_image[place]:
                 image, units = next(next_image)
                 ids, offsets = geometry.placeholders(units)
+                steps: Sequence[int] = [0] * len(units)
             else:
                 image, video = next(next_video)
-                units = video.units
+                units, steps = video.units, video.steps
                 ids, offsets = self._frames(video)
             length += place - start
-            for unit, offset in zip(units, offsets, strict=True):
-                runs.append(Run(length + offset, geometry.num_tokens(unit), unit, image))
+            for unit, offset, step in zip(units, offsets, steps, strict=True):
+                runs.append(Run(length + offset, geometry.num_tokens(unit), unit, image, step))
             pieces += (draft_ids[start:place], ids)
             start, length = place + 1, length + len(ids)
         token_ids = np.concatenate((*pieces, draft_ids[start:]))
@@ -180,5 +180,5 @@ class PromptBuilder:
         placeholder token of each frame pair among them.
         """
         assert self._pairs is not None
-        texts = [self._tokenizer.encode_text(time_text(time)) for time in video.times]
-        return self._pairs.placeholders(video.units, texts)
+        texts = map(self._tokenizer.encode_text, self._pairs.texts(video.times))
+        return self._pairs.placeholders(video.units, list(texts))

@@ -381,6 +381,7 @@ def test_every_family_of_the_registry_reads(tmp_path: Path) -> None:
     tested = {config["architectures"][0] for config in CONFIGS.values()}
     assert set(FAMILIES) - tested == {
         "Qwen3Model",  # test_task.py
+        "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
         "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
@@ -414,9 +415,12 @@ def read_qwen3_5(directory: Path, **changes: Any) -> ModelSpec:
     )  # fmt: skip
 
 
+PLACES = ("common/families", "encoder/models")
+
+
 def test_no_service_names_a_family_that_sees() -> None:
     """A family has a file of its spec, and its layers may have files in `models`."""
-    names = re.compile(r"qwen[-_. ]?3[-_. ]?(vl|5)", re.IGNORECASE)
+    names = re.compile(r"qwen[-_. ]?(2[-_. ]?(5[-_. ]?)?vl|3[-_. ]?(vl|5))", re.IGNORECASE)
     root = Path(services.__path__[0])
     named = {
         path.relative_to(root).as_posix()
@@ -424,7 +428,8 @@ def test_no_service_names_a_family_that_sees() -> None:
         if names.search(path.read_text(encoding="utf-8"))
     }
     own = {path for path in named if re.match(r"common/families/|(en|de)coder/models/", path)}
-    assert named == own >= {"common/families/qwen3_vl.py", "encoder/models/qwen3_vl.py"}
+    both = {f"{place}/{name}.py" for place in PLACES for name in ("qwen2_vl", "qwen3_vl")}
+    assert named == own >= both
 
 
 def test_qwen3_5_has_layers_of_two_kinds_and_a_tower_without_deepstack(tmp_path: Path) -> None:

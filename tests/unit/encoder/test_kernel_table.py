@@ -10,6 +10,7 @@ import torch
 from kernels.attention.attention_tuning import HOPPER_SHARED_MEMORY
 from kernels.attention.segments import BatchSegments
 from kernels.device import KNOWN_DEVICES, DeviceFacts
+from services.common.families.qwen2_5_vl import WindowTower
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.model_spec import TowerSpec
 from services.common.nn.dispatch import KernelTable, UnknownOverride, parse_overrides
@@ -21,9 +22,10 @@ from tests.tower import cpu_ops
 TWO_B = DeepStackTower(24, 1024, 4096, 16, 3, 16, 2, 2, 2048, 2304, (5, 11, 17))
 EIGHT_B = DeepStackTower(27, 1152, 4304, 16, 3, 16, 2, 2, 4096, 2304, (8, 16, 24))
 RESERVED_SHARED_MEMORY = 1024  # bytes of each CTA that the driver takes
+QWEN2_5_7B = WindowTower(32, 1280, 3420, 16, 3, 14, 2, 2, 3584, 112, (7, 15, 23, 31))
 OPERATIONS = {
-    "pack_patches", "add_layer_norm", "layer_norm", "rotary", "ragged_attention", "linear_gelu",
-    "linear_add", "linear",
+    "pack_patches", "add_layer_norm", "layer_norm", "add_rms_norm", "rms_norm", "silu_and_mul",
+    "rotary", "ragged_attention", "linear_gelu", "linear_add", "linear",
 }  # fmt: skip
 
 
@@ -40,7 +42,7 @@ def picked(found: KernelTable[TowerFacts], num_tokens: int = 4096) -> dict[str, 
     return {operation: found.choose(operation, num_tokens).name for operation in OPERATIONS}
 
 
-@pytest.mark.parametrize("spec", [TWO_B, EIGHT_B], ids=["2B", "8B"])
+@pytest.mark.parametrize("spec", [TWO_B, EIGHT_B, QWEN2_5_7B], ids=["2B", "8B", "2.5-7B"])
 @pytest.mark.parametrize("device", KNOWN_DEVICES.values(), ids=KNOWN_DEVICES)
 def test_every_tower_is_fast_on_every_gpu(device: DeviceFacts, spec: TowerSpec) -> None:
     hopper = device.capability == (9, 0)
@@ -151,3 +153,22 @@ def test_kernels_of_ours_compile_and_fit(device: DeviceFacts, spec: TowerSpec) -
         attention = [launch for launch in launched if "attention" in launch.name]
         needed = max(launch.shared_bytes for launch in attention) + RESERVED_SHARED_MEMORY
         assert needed <= HOPPER_SHARED_MEMORY and 2 * needed <= device.shared_memory_bytes
+
+
+@pytest.mark.parametrize("name", ["h200", "l40s"])
+def test_kernels_of_windows_compile(name: str) -> None:
+    """What other towers do not call, and patches whose side is no power of two."""
+    pytest.importorskip("triton")
+    from tests.gpu_compiler import compiled_launches
+
+    spec, device = QWEN2_5_7B, KNOWN_DEVICES[name]
+    ops, zeros = Ops(table(spec, device)), partial(torch.zeros, dtype=torch.bfloat16)
+    x = zeros(256, spec.hidden_size)
+    with compiled_launches(device) as launched:
+        ops.pack_patches(torch.zeros(256 * 588, dtype=torch.uint8), [(1, 16, 16)], 14, 2, x.dtype)
+        ops.rms_norm(x, zeros(x.shape[1]), 1e-6)
+        ops.add_rms_norm(x, x.clone(), zeros(x.shape[1]), 1e-6)
+        ops.silu_and_mul(zeros(256, 2 * spec.intermediate_size))
+    assert len(launched) == 4
+    for launch in launched:
+        assert launch.shared_bytes + RESERVED_SHARED_MEMORY <= device.shared_memory_bytes

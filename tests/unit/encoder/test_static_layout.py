@@ -8,16 +8,26 @@ from torch import Tensor
 
 from kernels.attention.segments import Segments
 from kernels.tower import plain
+from services.common.families.qwen2_5_vl import WindowTower
+from services.common.families.qwen2_vl import PlainTower
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.geometry import Grid
+from services.common.model_spec import TowerSpec
 from services.common.nn.dummy_weights import load_dummy
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, buckets
+from services.encoder.models import create_tower
 from services.encoder.models.qwen3_vl import VisionTower
+from services.encoder.models.window_layout import most_windows, windows_of, windows_of_batch
 from services.encoder.operations.ops import Ops
 from tests.tower import cpu_ops
 
 CPU = torch.device("cpu")
 SPEC = DeepStackTower(3, 48, 96, 3, 3, 16, 2, 2, 40, 36, (0, 1))
+SPECS = {
+    "qwen3_vl": SPEC,
+    "qwen2_vl": PlainTower(3, 48, 96, 3, 3, 16, 2, 2, 40),
+    "qwen2_5_vl": WindowTower(3, 48, 80, 3, 3, 16, 2, 2, 40, 64, (1,)),
+}
 BATCHES: list[list[Grid]] = [[(1, 4, 6), (1, 2, 2)], [(1, 8, 8)], [(1, 2, 2)], [(1, 6, 4)] * 2]
 ROWS = 72
 
@@ -38,14 +48,20 @@ class PaddedOps(Ops):
 
 @pytest.fixture(scope="module")
 def model() -> VisionTower:
+    return make(SPEC)
+
+
+def make(spec: TowerSpec) -> VisionTower:
     with torch.device("meta"):
-        made = VisionTower(SPEC, PaddedOps(cpu_ops(SPEC).table))
+        made = create_tower(spec, PaddedOps(cpu_ops(spec).table))
     load_dummy(made, device=CPU, dtype=torch.float32)
     return made.eval()
 
 
 @torch.inference_mode()
-def test_padding_changes_nothing(model: VisionTower) -> None:
+@pytest.mark.parametrize("name", SPECS)
+def test_padding_changes_nothing(name: str) -> None:
+    model = make(SPECS[name])
     layout = model.static_layout(ROWS, 2)
     padded = torch.full((ROWS, 3 * 16**2), torch.nan)
     for seed, grids in enumerate(BATCHES):  # the buffers of one batch do not reach the next
@@ -67,6 +83,22 @@ def test_views_stay_where_they_are(model: VisionTower) -> None:
     after = layout.rows(64)
     assert before.positions.embeddings.data_ptr() == after.positions.embeddings.data_ptr()
     assert torch.equal(before.positions.cos, model.layout([(1, 8, 8)]).positions.cos)
+
+
+def test_windows_are_squares_that_are_cut_at_the_edges() -> None:
+    order, lengths = windows_of(6, 10, 2, 2)  # 3 x 5 tokens
+    assert order.tolist() == [0, 1, 5, 6, 2, 3, 7, 8, 4, 9, 10, 11, 12, 13, 14]
+    assert lengths == [16, 16, 8, 8, 8, 4]
+    both = windows_of_batch([(1, 2, 2), (1, 6, 10)], 2, 2)
+    assert both.order.tolist() == [0, *(1 + order).tolist()] and both.lengths == [4, *lengths]
+
+
+def test_the_bound_of_windows_holds_for_every_shape() -> None:
+    for side in (1, 2, 3, 4):
+        for height in range(2, 40, 2):
+            for width in range(2, 40, 2):
+                found = len(windows_of(height, width, side, 2).lengths)
+                assert found <= most_windows(height * width, 1, side, 2), (height, width)
 
 
 def test_every_small_batch_finds_a_size_that_is_not_much_larger() -> None:
