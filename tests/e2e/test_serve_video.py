@@ -138,8 +138,8 @@ def test_an_image_without_a_video(pair):
     assert listed["input_modalities"] == ["text", "image", "video"]
     picture = noise(2, 256, 320, 10)[0]
     message = asking({"type": "image_url", "image_url": {"url": png(picture)}})
-    for _ in range(2):
-        answer = pair.check([message], [], [Image.fromarray(picture)])
+    pair.check([message], [], [Image.fromarray(picture)])
+    answer = pair.check([message], [], [Image.fromarray(picture)])
     smaller = pair.ask([message], max_pixels=1)
     assert smaller["usage"]["prompt_tokens"] < answer["usage"]["prompt_tokens"]
 

@@ -136,7 +136,7 @@ class Oracle:
             is_first = isinstance(model, Qwen2VLForConditionalGeneration)
             self._videos = Qwen2VLVideoProcessor(fps=2.0, **videos)
             processor = Qwen2VLProcessor if is_first else Qwen2_5_VLProcessor
-        self._processor = processor(
+        self._processor: Any = processor(
             Qwen2VLImageProcessor(**images),
             PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json")),
             self._videos,

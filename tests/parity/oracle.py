@@ -193,7 +193,8 @@ class Oracle:
     @torch.no_grad()
     def generate(self, prompt: Prompt, num_tokens: int) -> tuple[list[int], Tensor]:
         """Greedy tokens, and the logits they were chosen from: `[num_tokens, V]`."""
-        out = self.model.generate(
+        model: Any = self.model
+        out = model.generate(
             **self._inputs(prompt), max_new_tokens=num_tokens, min_new_tokens=num_tokens,
             do_sample=False, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip

@@ -36,7 +36,7 @@ def trained_rope_index(
     for kind, group in itertools.groupby(mm_token_type_ids[0].tolist()):
         tokens = list(group)
         if kind == 0:
-            found += [(following + i,) * 3 for i in range(len(tokens))]
+            found += [(at, at, at) for at in range(following, following + len(tokens))]
         else:
             time, height, width = next(grids[kind])
             step = torch.tensor(1.0)
@@ -54,6 +54,6 @@ def trained_rope_index(
 
 def time_continues(model: Any) -> None:
     """Gives a model of transformers the positions of `trained_rope_index`."""
-    model.get_rope_index = lambda input_ids, mm_token_type_ids=None, **given: trained_rope_index(
+    model.get_rope_index = lambda input_ids, mm_token_type_ids, **given: trained_rope_index(
         model.config, input_ids, mm_token_type_ids, **given
     )

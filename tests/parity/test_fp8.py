@@ -28,7 +28,7 @@ from services.decoder.operations.table import KernelFacts, Row
 from tests.decoder_harness import Harness
 from tests.fp8_checkpoints import FORMATS, FP8_BLOCK, write
 from tests.parity.oracle import largest_difference as error
-from tests.parity.quantized import SHAPES, TEXTS, WINDOWS, Quantized, fixtures
+from tests.parity.quantized import SHAPES, TEXTS, Quantized, fixtures
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -393,8 +393,3 @@ def test_dummy_weights_are_quantized_as_the_configuration_says(model: Quantized)
     assert 0.015 < float(weight.std()) < 0.025
     head = runner.computer.model.lm_head  # type: ignore[attr-defined]
     assert head is None or head.is_plain
-
-
-def test_a_model_with_biases_and_an_older_form_of_names(tmp_path: Path) -> None:
-    """Qwen2.5-VL, whose language model has the biases and names of Qwen2."""
-    Quantized(WINDOWS, tmp_path, write).check("compressed-channel")

@@ -9,6 +9,7 @@ is not among them: rotary attention sees differences of positions only, so that 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ class Pair:
         self.ours = Harness(directory)
 
     def start(self, prompt: Prompt, answer: Answer, **changes: object):
-        given = {
+        given: dict[str, Any] = {
             "positions": answer.positions, "delta": answer.delta,
             "images": list(zip(prompt.offsets, answer.embeddings, strict=True)),
         } | changes  # fmt: skip

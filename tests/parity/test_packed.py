@@ -23,7 +23,6 @@ from tests.parity.oracle import largest_difference as error
 from tests.parity.quantized import (
     SHAPES,
     TEXTS,
-    WINDOWS,
     Quantized,
     changed,
     check_qwen3_5,
@@ -325,8 +324,3 @@ def test_files_of_another_kind_than_the_configuration_are_errors(
     directory, _ = text.write(name, config=config)
     with pytest.raises(CheckpointError, match=message):
         Harness(directory)
-
-
-def test_a_model_with_biases_and_an_older_form_of_names(tmp_path: Path) -> None:
-    """Qwen2.5-VL, whose language model has the biases and names of Qwen2."""
-    Quantized(WINDOWS, tmp_path, write).check("ct-64-zeros")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -82,7 +83,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
 }  # fmt: skip
 
 
-def make_fp8(directory: Path, name: str, fields: dict, **options: object) -> None:
+def make_fp8(directory: Path, name: str, fields: dict, **options: Any) -> None:
     kind = Qwen3MoeConfig if "num_experts" in fields else Qwen3Config
     source = directory.parent / f"source of {directory.name}"
     make_text_oracle(kind(**fields), source)

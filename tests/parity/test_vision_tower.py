@@ -7,6 +7,7 @@ the check can fail.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ def _generator(seed: int) -> torch.Generator:
 
 def hf_config(config: TowerSpec) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """The configuration and the class of Hugging Face's tower."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "depth": config.depth, "num_heads": config.num_heads, "in_channels": config.in_channels,
         "patch_size": config.patch_size, "temporal_patch_size": config.temporal_patch_size,
         "spatial_merge_size": config.spatial_merge_size,

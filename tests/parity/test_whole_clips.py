@@ -7,6 +7,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,14 +46,14 @@ PUBLISHED = {
 }  # fmt: skip
 FRAMES = (*range(2, 90), 299, 300, 301, 749, 1499, 1536, 1537, 3600)
 RATES = (23.976023976023978, 24.0, 25.0, 29.97002997002997, 30.0, 60.0, 7.5, 1.0, 0.1, 14.99)
-WANTED = (
+WANTED: tuple[dict[str, Any], ...] = (
     {"fps": 0.1}, {"fps": 0.5}, {"fps": 1}, {"fps": 1.5}, {"fps": 2}, {"fps": 3}, {"fps": 29.97},
     {"fps": 60}, *({"num_frames": n} for n in (2, 3, 4, 5, 7, 16, 33, 768)),
 )  # fmt: skip
 
 
-def clips(**options: object) -> WholeClips:
-    given = {"min_pixels": 3136, "max_pixels": 12845056} | options
+def clips(**options: Any) -> WholeClips:
+    given: dict[str, Any] = {"min_pixels": 3136, "max_pixels": 12845056} | options
     return WholeClips(
         video_token_id=1, start_token_id=2, end_token_id=3, patch_size=14, merge_size=2, **given
     )  # type: ignore[arg-type]
@@ -149,7 +150,7 @@ def test_limits_of_a_published_file_are_the_processors() -> None:
 def test_a_prompts_ids_and_seconds_are_the_processors(fps: float, tmp_path: Path) -> None:
     directory = write_model_directory(tmp_path)
     tokenizer, ids = ModelTokenizer.from_directory(directory), added_ids()
-    theirs = Qwen2_5_VLProcessor(
+    theirs: Any = Qwen2_5_VLProcessor(
         Qwen2VLImageProcessor(),
         PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json")),
         Qwen2VLVideoProcessor(size={"shortest_edge": 3136, "longest_edge": 50_000}),
@@ -228,6 +229,7 @@ def test_positions_are_get_rope_indexs(oracle: Oracle) -> None:
     for index in range(120):
         ids, runs, given = mixture(rng, ours, 4 if index % 2 else 40)
         found, delta = vision.geometry.positions(len(ids), runs)
+        assert found is not None
         trained, trained_delta = trained_rope_index(oracle.model.config, **given)
         assert np.array_equal(found, trained[:, 0].numpy()) and delta == int(trained_delta)
         sides = [max(run.unit.grid) // 2 for run in runs]

@@ -91,7 +91,7 @@ ABSENT = object()
 
 
 def read(
-    directory: Path, config: dict[str, Any], generation: dict | None = None, **changes: Any
+    directory: Path, config: dict[str, Any], generation: dict | None = None, /, **changes: Any
 ) -> ModelSpec:
     fields = {key: value for key, value in (config | changes).items() if value is not ABSENT}
     (directory / "config.json").write_text(json.dumps(fields))
@@ -143,11 +143,13 @@ def test_experts(tmp_path: Path) -> None:
     assert read(tmp_path, QWEN3_MOE, norm_topk_prob=ABSENT).text.moe == replace(
         expected, norm_topk_prob=False
     )
-    renamed = {"num_experts": ABSENT, "num_local_experts": 16}  # as transformers 5 writes it
+    renamed: dict[str, Any] = {
+        "num_experts": ABSENT,
+        "num_local_experts": 16,
+    }  # as transformers 5 writes it
     moe = read(tmp_path, QWEN3_MOE, **renamed).text.moe
     assert moe is not None and moe.num_experts == 16
-    absent = {"intermediate_size": ABSENT}
-    assert read(tmp_path, QWEN3_MOE, **absent).text.intermediate_size == 768
+    assert read(tmp_path, QWEN3_MOE, intermediate_size=ABSENT).text.intermediate_size == 768
 
 
 @pytest.mark.parametrize(
@@ -256,7 +258,7 @@ def test_a_qwen_sliding_window_counts_where_a_layer_has_it(
 
 
 def test_a_window_of_qwen3_moe_is_that_of_all_layers(tmp_path: Path) -> None:
-    window = {"use_sliding_window": True, "sliding_window": 64}
+    window: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 64}
     for changes in (window, window | {"max_window_layers": 48}):
         assert read(tmp_path, QWEN3_MOE, **changes).text.sliding_window == 64
     for off in ({"use_sliding_window": False}, {"sliding_window": None}):
@@ -510,7 +512,7 @@ def test_qwen3_5_serves_the_other_name_of_its_gate(tmp_path: Path) -> None:
     assert read_qwen3_5(tmp_path, output_gate_type="swish").text.output_gate
 
 
-EXPERTS_3_5 = {
+EXPERTS_3_5: dict[str, Any] = {
     "architectures": ["Qwen3_5MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 40,
     "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256,
     "num_experts_per_tok": 8, "moe_intermediate_size": 512, "intermediate_size": ABSENT,
