@@ -101,6 +101,7 @@ def add_message(
     tenant: str = "",
     tenant_weight: float = 1.0,
     priority: int = 0,
+    background: bool = False,
     **sampling: object,
 ) -> AddSequence:
     return AddSequence(
@@ -115,6 +116,7 @@ def add_message(
         tenant=tenant,
         tenant_weight=tenant_weight,
         priority=priority,
+        background=background,
     )
 
 

@@ -122,13 +122,14 @@ class FramePair(_message.Message):
     def __init__(self, first: _Optional[int] = ..., second: _Optional[int] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("image_key", "image", "grid", "cache_salt", "tenant", "tenant_weight", "frames", "video_digest", "is_embedding", "second_image")
+    __slots__ = ("image_key", "image", "grid", "cache_salt", "tenant", "tenant_weight", "background", "frames", "video_digest", "is_embedding", "second_image")
     IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     GRID_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TENANT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    BACKGROUND_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
     VIDEO_DIGEST_FIELD_NUMBER: _ClassVar[int]
     IS_EMBEDDING_FIELD_NUMBER: _ClassVar[int]
@@ -139,11 +140,12 @@ class EncodeRequest(_message.Message):
     cache_salt: bytes
     tenant: str
     tenant_weight: float
+    background: bool
     frames: FramePair
     video_digest: bytes
     is_embedding: bool
     second_image: bytes
-    def __init__(self, image_key: _Optional[bytes] = ..., image: _Optional[bytes] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ..., frames: _Optional[_Union[FramePair, _Mapping]] = ..., video_digest: _Optional[bytes] = ..., is_embedding: _Optional[bool] = ..., second_image: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, image_key: _Optional[bytes] = ..., image: _Optional[bytes] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ..., background: _Optional[bool] = ..., frames: _Optional[_Union[FramePair, _Mapping]] = ..., video_digest: _Optional[bytes] = ..., is_embedding: _Optional[bool] = ..., second_image: _Optional[bytes] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
     __slots__ = ("source", "num_tokens")

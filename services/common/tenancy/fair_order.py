@@ -8,7 +8,12 @@ time if the tenant has nothing waiting. The lowest place is served next.
 A tenant without waiting work is never behind the backlog of another tenant. With a single tenant
 the order is the order of arrival. For example, if `a` submits three pieces of cost 1 at virtual
 time 0 and `b` submits one afterwards, the places are a: 0, 1, 2 and b: 0, so `b` is served second.
+
+Work in the background has an order of its own behind all other work.
 """
+
+# First place of the work in the background. Floats of this size still tell costs of 16 apart.
+_BEHIND = 2.0**56
 
 
 class FairOrder:
@@ -19,6 +24,7 @@ class FairOrder:
     def __init__(self) -> None:
         self._now = 0.0  # virtual time: the place that was served last
         self._ends: dict[str, float] = {}  # end of each tenant's last piece of work, all after now
+        self._behind: FairOrder | None = None  # order of the work in the background
 
     @property
     def now(self) -> float:
@@ -34,13 +40,19 @@ class FairOrder:
         """Returns the place that the tenant's next piece of work would get now."""
         return max(self._now, self._ends.get(tenant, 0.0))
 
-    def place(self, tenant: str, *, weight: float = 1.0, cost: float = 1.0) -> float:
+    def place(
+        self, tenant: str, *, weight: float = 1.0, cost: float = 1.0, background: bool = False
+    ) -> float:
         """Returns the place of a new piece of work, behind the tenant's other pieces of work.
 
         Args:
             weight: weight of the tenant.
             cost: cost of the work, in a unit that is the same for all tenants.
+            background: whether the work comes behind all work that is not in the background.
         """
+        if background:
+            self._behind = self._behind or FairOrder()
+            return _BEHIND + self._behind.place(tenant, weight=weight, cost=cost)
         start = self.start(tenant)
         self._ends[tenant] = start + cost / weight
         return start
@@ -58,6 +70,9 @@ class FairOrder:
 
     def served(self, place: float) -> None:
         """Records that the work at a place has left the queue and is being done."""
+        if self._behind is not None and place >= _BEHIND:
+            self._behind.served(place - _BEHIND)
+            return
         if place > self._now:
             self._now = place
             if len(self._ends) < 2:

@@ -73,6 +73,7 @@ class AddSequence(msgspec.Struct, tag="add"):
         tenant: name of the tenant, which shares the engine fairly with other tenants, see
             `schedule.admission`.
         tenant_weight: weight of the tenant.
+        background: True if the sequence runs only where no other sequence waits.
         prediction: int32 ids that the client predicts for the completion. Empty if there are none.
         adapter: slot of the adapter that computes the sequence; -1 for the base model alone.
         token_masks: True if each token is sampled under a mask. A process sends the mask
@@ -94,6 +95,7 @@ class AddSequence(msgspec.Struct, tag="add"):
     token_masks: bool = False
     prediction: bytes = b""
     adapter: int = -1
+    background: bool = False
 
 
 class ImageReady(msgspec.Struct, tag="image"):

@@ -93,6 +93,7 @@ def read_submit(
         priority=submit.priority,
         tenant=submit.tenant,
         tenant_weight=_tenant_weight(submit.tenant_weight),
+        background=submit.background,
         token_masks=constraints is not None,
     )
     return message, images, constraints

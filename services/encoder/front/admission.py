@@ -8,10 +8,11 @@ from services.common.tenancy.tenant_capacity import TenantCapacity
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A tenant, and the weight of the tenant's share."""
+    """A tenant, the weight of the tenant's share, and whether its image is work in the background."""
 
     tenant: str = ""
     weight: float = 1.0
+    background: bool = False
 
 
 NOBODY = Share()  # callers without a key
@@ -41,7 +42,9 @@ class Admission:
         if not self._capacity.allows(share.tenant, num_patches):
             return None
         self._capacity.take(share.tenant, num_patches)
-        return self._order.place(share.tenant, weight=share.weight, cost=num_patches)
+        return self._order.place(
+            share.tenant, weight=share.weight, cost=num_patches, background=share.background
+        )
 
     def ran(self, rank: float) -> None:
         """Notes that the engine has finished an image of this rank."""

@@ -140,7 +140,7 @@ def checked_key(key: bytes) -> bytes:
 
 
 def share_of(request: pb.EncodeRequest | pb.ProbeRequest) -> Share:
-    """Returns the tenant of a request and the tenant's weight.
+    """Returns the tenant of a request and its share.
 
     Raises:
         InvalidRequest: the weight is not a positive number.
@@ -148,4 +148,5 @@ def share_of(request: pb.EncodeRequest | pb.ProbeRequest) -> Share:
     weight = request.tenant_weight or 1.0
     if not 0.0 < weight < math.inf:
         raise InvalidRequest(f"a tenant's weight is positive, not {weight}")
-    return Share(request.tenant, weight)
+    background = isinstance(request, pb.EncodeRequest) and request.background
+    return Share(request.tenant, weight, background)

@@ -29,7 +29,8 @@ class Commands:
         sequence.
         """
         cost = _MESSAGE_COST + len(submit.prompt_token_ids) + len(submit.positions)
-        place = self._order.place(submit.tenant, weight=submit.tenant_weight or 1.0, cost=cost)
+        weight, background = submit.tenant_weight or 1.0, submit.background
+        place = self._order.place(submit.tenant, weight=weight, cost=cost, background=background)
         self._submits[submit.sequence_id] = pb.GenerateCommand(submit=submit)
         self._queue.put_nowait((place, submit.sequence_id))
 

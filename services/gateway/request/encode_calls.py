@@ -249,7 +249,8 @@ class EncodeCalls:
         request, tenant = image.encode_request(run.unit), self.request.slot.tenant
         request.image_key, request.cache_salt = key, self.request.cache_salt
         request.grid.t, request.grid.h, request.grid.w = run.unit.grid
-        request.tenant, request.tenant_weight = tenant.name, tenant.weight
+        request.tenant, request.tenant_weight = tenant.queue_name, tenant.weight
+        request.background = tenant.is_background
         sent = await image.file.send_to(pod, timeout_s) if image.file else None
         try:
             return await pod.encode(request, timeout_s)

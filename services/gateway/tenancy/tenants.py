@@ -87,11 +87,18 @@ class Tenant:
         name: name of the tenant in limits, metrics and logs. Empty for callers without a key.
         limits: limits of the tenant.
         shares_caches: true if other tenants' requests find its cached prefixes and images.
+        is_background: true for the lines of the tenant's batches, which run behind all requests.
     """
 
     name: str
     limits: Limits
     shares_caches: bool
+    is_background: bool = False
+
+    @property
+    def queue_name(self) -> str:
+        """Name under which the other services queue the tenant's work. Batches have their own."""
+        return f"{self.name}/batch" if self.is_background else self.name
 
     @property
     def weight(self) -> float:
@@ -188,6 +195,22 @@ class Keyring:
         if found.expires_at is not None and time.time() >= found.expires_at:
             return None
         return found
+
+    def of_tenant(self, name: str) -> Identity | None:
+        """Returns an identity with a tenant's current limits, for work that outlives the request
+        which asked for it. None if no valid key of the tenant may generate any more.
+
+        Args:
+            name: name of the tenant. Empty for callers without a key.
+        """
+        if self.is_open:
+            return self._everybody if not name else None
+        known = self._fixed if self._file is None else self._file.current()
+        for found in known.values():
+            is_valid = found.expires_at is None or time.time() < found.expires_at
+            if found.tenant.name == name and "inference" in found.scopes and is_valid:
+                return found
+        return None
 
     def _parse(self, data: Sequence[bytes]) -> dict[bytes, Identity]:
         """Returns the identities of all keys, those of the file and the fixed keys, by digest."""

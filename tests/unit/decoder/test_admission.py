@@ -13,11 +13,12 @@ from tests.unit.decoder.test_scheduler import scheduler_of
 
 
 def add(
-    scheduler, number: int, tenant: str, length: int = 8, weight: float = 1.0, max_tokens: int = 60
-) -> Sequence:
+    scheduler, number: int, tenant: str, length: int = 8, weight: float = 1.0,
+    max_tokens: int = 60, background: bool = False,
+) -> Sequence:  # fmt: skip
     message = add_message(
         number, prompt_of(number, length), tenant=tenant, tenant_weight=weight,
-        max_tokens=max_tokens,
+        max_tokens=max_tokens, background=background,
     )  # fmt: skip
     sequence = Sequence(message)
     scheduler.add(sequence)
@@ -211,3 +212,26 @@ def test_tenants_change_no_token(overlap: bool) -> None:
     harness.run()
     harness.assert_all_as_alone()
     harness.assert_empty()
+
+
+def test_background_work_runs_only_where_nobody_else_waits() -> None:
+    """Two tenants' batches hold all rows. Each request takes a row at once, whosever it is and
+    however many rows its tenant has, and no line of a batch is admitted before the last request.
+    """
+    scheduler = scheduler_of(blocks=4096, rows=8, budget=64, length=2048)
+    for number in range(24):
+        add(scheduler, number, f"{'ab'[number % 2]}/batch", background=True, weight=1000)
+    for _ in range(4):
+        run_step(scheduler)
+    running = [s for s in scheduler.running() if s.message.background]
+    assert Counter(s.tenant for s in running) == {"a/batch": 4, "b/batch": 4}
+    online = [add(scheduler, 100 + n, "a", length=4, weight=0.001) for n in range(12)]
+    for _ in range(8):
+        run_step(scheduler)
+    assert {s.tenant for s in scheduler.running()} == {"a"}
+    assert sum(s.row >= 0 for s in online) == 8
+    while len(scheduler.running()) + scheduler.num_waiting > 0:
+        run_step(scheduler)
+        waits = any(s.row < 0 and s.num_generated == 0 for s in online)
+        assert not (waits and any(s.message.background for s in scheduler.running()))
+    assert all(s.num_generated == 60 for s in online)

@@ -4,7 +4,8 @@ A row is a running sequence's place in the runner's tables. The tenant with the 
 weight is next. So tenants that compete run as many sequences as their weights say, and the prompt
 of a quiet tenant is the first of the next step, however many prompts another tenant has waiting.
 Within a tenant, sequences are ordered by priority, then by arrival. With one tenant, all of this is
-a plain queue. Quotas are the gateway's.
+a plain queue. Sequences in the background come behind all others, whosever they are, and are the
+first to be preempted. Quotas are the gateway's.
 """
 
 from bisect import insort
@@ -15,9 +16,12 @@ from operator import attrgetter
 
 from services.decoder.engine.schedule.sequence import Sequence
 
-latest = attrgetter("message.priority", "admission")  # the greatest is preempted first
+# The greatest is preempted first.
+latest = attrgetter("message.background", "message.priority", "admission")
 # A tenant's sequence yields its row to a tenant that has fewer than half as many rows.
 _YIELD_FACTOR = 2
+# Added to the use of a tenant's background sequences: more than any tenant's rows for its weight.
+_BACKGROUND_USE = 1e9
 
 
 class Admission:
@@ -117,10 +121,13 @@ class Admission:
             for sequence in running
             if sequence.tenant != head.tenant
             and self._use(sequence) >= wanted
-            and (self._num_rows[sequence.tenant] - 1) / sequence.message.tenant_weight > use
+            and self._use(sequence) - 1 / sequence.message.tenant_weight > use
         ]
         return self.victim(able) if able else None
 
     def _use(self, sequence: Sequence) -> float:
-        """Returns the number of rows that the sequence's tenant holds, divided by its weight."""
-        return self._num_rows[sequence.tenant] / sequence.message.tenant_weight
+        """Returns the number of rows that the sequence's tenant holds, divided by its weight. The
+        sequences of a tenant all run in the background, or none does.
+        """
+        use = self._num_rows[sequence.tenant] / sequence.message.tenant_weight
+        return use + _BACKGROUND_USE * sequence.message.background

@@ -291,11 +291,12 @@ class Scheduler:
 
     def _victim(self) -> Sequence:
         """Returns the sequence to preempt next: of the stalled sequences, the one that was admitted
-        last. If none is stalled, `Admission` chooses by tenant and priority.
+        last. If none is stalled, or if there is work in the background, `Admission` chooses.
         """
-        if self.prefills.stalled:
+        victim = self.prefills.waiting.victim(self.running())
+        if self.prefills.stalled and not victim.message.background:
             return max(self.prefills.stalled.values(), key=latest)
-        return self.prefills.waiting.victim(self.running())
+        return victim
 
     def _yield_rows(self) -> None:
         """Makes room for the first waiting sequence if its tenant has few rows: preempts sequences
