@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 
 from services.gateway.app import Gateway, create_gateway
+from services.gateway.batches.batch_runner import RunnerBounds
 from services.gateway.bounds import Bounds
 from services.gateway.server import ConnectionTimeouts, GatewayServer
 from services.gateway.settings import GatewaySettings
@@ -72,17 +73,19 @@ class GatewayStack:
         *,
         num_encoders: int = 1,
         num_decoders: int = 1,
-        generation: dict[str, object] | None = None,
+        generation: dict[str, Any] | None = None,
         text_only: bool = False,
         files: Mapping[str, str] | None = None,
         timeouts: ConnectionTimeouts | None = None,
         memory_bytes: int | None = None,
         encode_timeout_s: float = PATIENCE_S,
+        batch_bounds: RunnerBounds | None = None,
         **settings: object,
     ) -> None:
         self.thread = thread
         self._timeouts = timeouts
         self._memory_bytes = memory_bytes
+        self._batch_bounds = batch_bounds
         self._encode_timeout_s = encode_timeout_s
         write = write_text_model_directory if text_only else write_model_directory
         self.model_directory = write(directory / MODEL, **(generation or {}))
@@ -129,8 +132,9 @@ class GatewayStack:
         )
         self.bounds = replace(self.settings.bounds, **self._bounds)
         self.gateway: Gateway = create_gateway(
-            self.settings, self.bounds, memory_bytes=self._memory_bytes
-        )
+            self.settings, self.bounds, memory_bytes=self._memory_bytes,
+            batch_bounds=self._batch_bounds,
+        )  # fmt: skip
         self.gateway.service.encode_timeout_s = self._encode_timeout_s
         self.server = GatewayServer(self.gateway, self.settings, timeouts=self._timeouts)
         self._serving = asyncio.create_task(self.server.serve())

@@ -22,6 +22,12 @@ from services.common.security.credentials import Credentials
 from services.common.settings import SettingsError
 from services.common.threads import WorkerThreads
 from services.gateway.answers.answer_reader import AnswerReader
+from services.gateway.batches.batch_files import BatchFiles
+from services.gateway.batches.batch_runner import BatchRunner, RunnerBounds
+from services.gateway.batches.batch_store import BatchStore
+from services.gateway.batches.line_caller import LineCaller
+from services.gateway.batches.redis_state import RedisState
+from services.gateway.batches.state import MemoryState, State
 from services.gateway.bounds import BodyLimits, Bounds
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
@@ -31,6 +37,7 @@ from services.gateway.clients.uploads import Uploads
 from services.gateway.endpoints.surfaces import create_routes
 from services.gateway.endpoints.tokenization import TokenizerInfo
 from services.gateway.entry_store import MAX_BYTES, MAX_TENANT_BYTES, EntryStore, MemoryEntryStore
+from services.gateway.http.audit_log import AuditLog
 from services.gateway.http.middleware import Middleware, with_cors
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
 from services.gateway.media.embeddings import ClientEmbeddings
@@ -60,6 +67,9 @@ log = logging.getLogger(__name__)
 
 # Stored responses and images take one part in eight of the memory for requests at most.
 _STORE_PART = 8
+# Without Redis, batches take one part in eight, too: the files of a tenant one part in 32, the
+# files and results of all tenants four times as many.
+_BATCH_PART, _TENANT_PART = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,7 @@ class Gateway:
     admission: Admission
     service: ChatService
     metrics: GatewayMetrics
+    batches: BatchRunner | None
 
 
 def create_gateway(
@@ -77,6 +88,7 @@ def create_gateway(
     bounds: Bounds | None = None,
     pod_times: PodTimes | None = None,
     memory_bytes: int | None = None,
+    batch_bounds: RunnerBounds | None = None,
 ) -> Gateway:
     """Builds all parts of the gateway. Nothing is connected before the application starts.
 
@@ -84,6 +96,7 @@ def create_gateway(
         bounds: bounds of requests. Defaults to the bounds of the settings.
         pod_times: periods of the look-ups and health checks of pods. Defaults to `PodTimes()`.
         memory_bytes: memory of the gateway's pod. Defaults to the limit that the kernel names.
+        batch_bounds: periods and bound of the runner of batches. Defaults to `RunnerBounds()`.
 
     Raises:
         ModelSpecError: the model directory cannot be served.
@@ -102,15 +115,14 @@ def create_gateway(
     metrics = GatewayMetrics()
     leases = _leases(settings, metrics)
     store, held_bytes = _entry_store(settings, max_held_bytes(memory_bytes or memory_limit_bytes()))
+    state, batch_bytes, held_bytes = _batch_state(settings, held_bytes)
     max_body_bytes = _max_body_bytes(settings, held_bytes)
     limits = BodyLimits(max_body_bytes, bounds.body_start_s)
     admission = Admission(bounds.max_concurrent_requests, held_bytes, leases, limits)
     metrics.running.set_function(lambda: admission.num_running)
     encoders, decoders = _pools(settings, spec, metrics, pod_times)
     web = WebMedia(allow_private=settings.allows_private_media)
-    directory = settings.media_directory
-    local = None if directory is None else LocalFiles(directory)
-    loader = MediaLoader(web, local, Uploads(encoders))
+    loader = MediaLoader(web, _local_files(settings), Uploads(encoders))
     images = _image_reader(settings, spec, bounds, loader, store)
     videos = None
     if spec.vision is not None and spec.vision.video is not None:
@@ -139,35 +151,58 @@ def create_gateway(
     search = None
     if spec.search is not None:
         search = SearchService(spec, service, SearchPrompts(spec, tokenizer, bounds))
+    audit = AuditLog(metrics, service.model_name)
+    router = APIRouter(lifespan=lambda _: _running(service, leases, web, loader, store, runner))
+    runner = None
+    if batch_bytes:
+        batch_bounds = batch_bounds or RunnerBounds()
+        batches = BatchStore(state, BatchFiles(state, batch_bytes), batch_bounds.lease)
+        runner = BatchRunner(
+            batches, LineCaller(router, audit), keyring, service, admission, leases, metrics,
+            batch_bounds,
+        )  # fmt: skip
     routes = create_routes(
-        service, admission, metrics, info, store, settings.others, pod_times, search
+        service, admission, metrics, info, store, settings.others, pod_times, search, runner
     )
     # msgspec checks requests, and `openapi` describes them from the same types, so FastAPI's own
     # validation and document are not used.
-    router = APIRouter(lifespan=lambda _: _running(service, leases, web, loader, store))
     router.routes += routes
     same_site = _same_site(settings, needs_key=not keyring.is_open)
     middleware = Middleware(
-        router, same_site, admission, keyring, leases, metrics, service.model_name
+        router, same_site, admission, keyring, leases, audit, service.model_name
     )
     app_with_cors = with_cors(middleware, settings.cors_origins)
-    return Gateway(app_with_cors, admission, service, metrics)
+    return Gateway(app_with_cors, admission, service, metrics, runner)
 
 
 @asynccontextmanager
 async def _running(
-    service: ChatService, leases: Leases, web: WebMedia, loader: MediaLoader, store: EntryStore
+    service: ChatService,
+    leases: Leases,
+    web: WebMedia,
+    loader: MediaLoader,
+    store: EntryStore,
+    runner: BatchRunner | None,
 ) -> AsyncGenerator[None]:
     await service.start()
     leases.start()
+    if runner is not None:
+        runner.start()
     try:
         yield
     finally:
+        if runner is not None:
+            await runner.close()
         await leases.close()
         await service.close()
         web.close()
         loader.close()
         await store.close()
+
+
+def _local_files(settings: GatewaySettings) -> LocalFiles | None:
+    directory = settings.media_directory
+    return None if directory is None else LocalFiles(directory)
 
 
 def _names(settings: GatewaySettings, spec: ModelSpec) -> tuple[str, ...]:
@@ -261,6 +296,27 @@ def _entry_store(settings: GatewaySettings, held_bytes: int) -> tuple[EntryStore
         )
     num_bytes = min(MAX_BYTES, held_bytes // _STORE_PART)
     return MemoryEntryStore(MAX_TENANT_BYTES, num_bytes), held_bytes - num_bytes
+
+
+def _batch_state(settings: GatewaySettings, held_bytes: int) -> tuple[State, int, int]:
+    """Makes the state of batches.
+
+    Returns:
+        The state, the most bytes of a tenant's files, and the number of bytes that the state leaves
+        to requests.
+    """
+    if settings.redis_url:
+        state = RedisState(settings.redis_url, settings.redis_password_file)
+        return state, settings.batch_bytes, held_bytes
+    if not settings.batch_bytes:
+        return MemoryState(), 0, held_bytes
+    if settings.replicas > 1:
+        log.warning(
+            "each gateway knows its own files and batches alone, and loses them when it ends: set "
+            "GATEWAY_REDIS_URL"
+        )
+    num_bytes = min(settings.batch_bytes, held_bytes // _TENANT_PART)
+    return MemoryState(), num_bytes, held_bytes - num_bytes * _TENANT_PART // _BATCH_PART
 
 
 def _max_body_bytes(settings: GatewaySettings, held_bytes: int) -> int:

@@ -140,6 +140,7 @@ class GatewayMetrics:
         self.healthy_pods = gauge(
             "triptych_gateway_healthy_pods", "Pods that accept work", ["service"]
         )
+        self.batch_lines, self.batch_lines_running = _batch_metrics(self.registry)
         self.limits_divided = gauge(
             "triptych_gateway_limits_divided_by",
             "Gateways among which tenants' limits are divided: 1 while they are counted together",
@@ -186,3 +187,17 @@ def _tenant_counters(
         registry=registry,
     )
     return cache(requests.labels), cache(usage.labels)
+
+
+def _batch_metrics(registry: CollectorRegistry) -> tuple[Callable[[str], Counter], Gauge]:
+    """Makes the metrics of batches: their lines by outcome, and the lines that run."""
+    lines = Counter(
+        "triptych_gateway_batch_lines",
+        "Lines of batches that ended, and calls of lines that are tried again later (retried)",
+        ["outcome"],
+        registry=registry,
+    )
+    running = Gauge(
+        "triptych_gateway_batch_lines_running", "Lines of batches that run now", registry=registry
+    )
+    return lines.labels, running

@@ -62,9 +62,9 @@ class GatewaySettings(PeerSettings):
         other_gateways: comma-separated URLs of gateways that serve other models behind the same
             address. `GET /v1/models` lists their models, too.
         redis_url: URL of the Redis in which gateways count tenants' use of their limits together,
-            and store the responses and images that later requests name. If it is empty, each
-            gateway has an equal share of every limit, and stores responses and images in its own
-            memory.
+            and store the responses and images that later requests name, and batches with their
+            files. If it is empty, each gateway has an equal share of every limit, and stores these
+            in its own memory.
         redis_password_file: file with the password of the URL's user, which is read again at each
             connection. If it is not set, the password is the URL's.
         replicas: number of gateways. While Redis does not answer, each gateway has this share of
@@ -84,6 +84,9 @@ class GatewaySettings(PeerSettings):
         max_videos: most videos of a request. Their files also take memory of an encoder.
         max_body_bytes: most bytes of a request's body. Until the request ends, it takes four times
             as many of the memory for requests, which is the pod's memory without 384 MiB.
+        batch_bytes: most bytes of the files that a tenant may have at `/v1/files`. Results of its
+            batches may take as many again. Without Redis the files are in the gateway's memory, and
+            a tenant has at most one part in 32 of the memory for requests. 0 switches batches off.
         embeddings: switch that lets clients send embeddings of images (`image_embeds`).
         unknown_fields: `refuse` answers requests with unknown fields with an error; `ignore` leaves
             the fields out, like the hints of docs/api.md.
@@ -118,6 +121,7 @@ class GatewaySettings(PeerSettings):
     max_image_bytes: Annotated[int, Field(ge=1024, le=60 << 20)] = _BOUNDS.max_image_bytes
     max_videos: Annotated[int, Field(ge=0, le=256)] = _BOUNDS.max_videos_per_request
     max_body_bytes: Annotated[int, Field(ge=1 << 20, le=512 << 20)] = MAX_BODY_BYTES
+    batch_bytes: Annotated[int, Field(ge=0, le=16 << 30)] = 64 << 20
     embeddings: bool = False
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0

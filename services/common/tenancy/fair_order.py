@@ -48,7 +48,7 @@ class FairOrder:
         Args:
             weight: weight of the tenant.
             cost: cost of the work, in a unit that is the same for all tenants.
-            background: whether the work comes behind all work that is not in the background.
+            background: true for work that comes behind all other work.
         """
         if background:
             self._behind = self._behind or FairOrder()

@@ -8,7 +8,7 @@ from services.common.tenancy.tenant_capacity import TenantCapacity
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A tenant, the weight of the tenant's share, and whether its image is work in the background."""
+    """A tenant, the weight of the tenant's share, and whether its image is background work."""
 
     tenant: str = ""
     weight: float = 1.0

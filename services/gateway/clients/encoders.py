@@ -85,7 +85,9 @@ class EncoderPod(Pod):
             InvalidVideo: the file is no video, or cannot be served.
             TriptychError: see `encode`.
         """
-        request = pb.ProbeRequest(video=video, tenant=tenant.queue_name, tenant_weight=tenant.weight)
+        request = pb.ProbeRequest(
+            video=video, tenant=tenant.queue_name, tenant_weight=tenant.weight
+        )
         found = await self.call(self._probe, request, timeout_s)
         num_frames = found.num_frames
         if not num_frames or len(found.frame_digests) != num_frames * FRAME_DIGEST_BYTES:

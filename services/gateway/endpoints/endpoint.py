@@ -27,6 +27,7 @@ from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.request.chat import ChatService
 from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.slot import Slot
+from services.gateway.tenancy.tenants import bound_tenant
 
 # Seconds that a client may take to accept the error event of a stream that failed.
 _ERROR_EVENT_TIMEOUT_S = 5.0
@@ -111,7 +112,8 @@ class GenerationEndpoint:
         finally:
             scope["state"] |= {"outcome": outcome, "used": used}  # for the middleware's logs
             self.metrics.request_ended(outcome).inc()
-            self.metrics.request.observe(timings.since_arrival())
+            if not bound_tenant().is_background:
+                self.metrics.request.observe(timings.since_arrival())
 
     async def _answer(self, context: RequestContext, body: Body) -> str:
         """Runs the handler until its deadline, and ends a started stream with the handler's error.

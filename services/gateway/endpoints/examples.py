@@ -63,6 +63,13 @@ BODIES: dict[str, dict[str, dict[str, Any]]] = {
     "/v1/media": {"image": {"url": _IMAGE_URL}},
     "/v1/load_lora_adapter": {"text": {"lora_name": "sql", "lora_path": "/adapters/sql"}},
     "/v1/unload_lora_adapter": {"text": {"lora_name": "sql"}},
+    "/v1/batches": {
+        "text": {
+            "input_file_id": "file-1234",
+            "endpoint": "/v1/chat/completions",
+            "completion_window": "24h",
+        },
+    },
     "/tokenize": {"text": {"prompt": _QUESTION}},
     "/detokenize": {"text": {"tokens": [40, 41, 42]}},
 }
@@ -72,14 +79,20 @@ _NAMES = {
     "/static/": "chat.js",
     "/v1/responses/": "resp-1234",
     "/v1/media/": f"media:{'0' * 64}",
+    "/v1/files/": "file-1234",
+    "/v1/batches/": "batch_1234",
 }
+# Forms, by method and path.
+_FORMS = {("POST", "/v1/files"): "-F purpose=batch -F file=@lines.jsonl"}
 
 
 def curls(method: str, path: str) -> dict[str, str]:
     """A command for each example of an endpoint, by the example's name; without a body: one."""
     name = next((own for start, own in _NAMES.items() if path.startswith(start)), MODEL)
     url = ADDRESS + path.replace("{name}", name)
-    if path not in BODIES:
+    if (method, path) in _FORMS:
+        return {"": f"curl {url} {_FORMS[method, path]}"}
+    if path not in BODIES or (method, path) == ("GET", "/v1/batches"):
         return {"": f"curl {'' if method == 'GET' else f'-X {method} '}{url}"}
     return {
         name: f"curl {'-N ' if body.get('stream') else ''}{url} \\\n"

@@ -6,6 +6,7 @@ objects, which take precedence. A test fails if a field has no description, or a
 
 from collections.abc import Mapping
 
+from services.gateway.endpoints.batch_descriptions import BATCHES
 from services.gateway.endpoints.search_descriptions import SEARCH
 
 
@@ -553,6 +554,7 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "kept_seconds": "Seconds for which the file is stored after its last use.",
     },
     "DeletedUpload": {"id": "The `media:` URL of the file."},
+    **BATCHES,
     "TokenizeRequest": {
         "prompt": "A text. A request has either this or `messages`.",
         "messages": "A conversation, which is rendered as for a chat completion.",

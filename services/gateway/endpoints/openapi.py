@@ -24,10 +24,10 @@ from services.gateway.endpoints.tokenization import (
     TokenizeResponse,
 )
 from services.gateway.endpoints.upload_routes import DeletedUpload, UploadAnswer, UploadRequest
+from services.gateway.forms import batches, search
 from services.gateway.forms import messages_api as messages
 from services.gateway.forms import responses as chat
 from services.gateway.forms import responses_api as responses
-from services.gateway.forms import search
 from services.gateway.forms.error_answers import ErrorAnswer, MessagesErrorAnswer
 from services.gateway.forms.hints import BY_OBJECT
 from services.gateway.forms.openai import ChatRequest
@@ -115,6 +115,26 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("DELETE", "/v1/media/{name}"): Operation(
         "deleteMedia", "Deletes an uploaded file", None, DeletedUpload
+    ),
+    ("POST", "/v1/files"): Operation(
+        "createFile", "Stores the lines of a batch, which come as a form", None, batches.FileObject
+    ),
+    ("GET", "/v1/files"): Operation("listFiles", "The files of batches", None, batches.FileList),
+    ("GET", "/v1/files/{name}"): Operation("getFile", "A file", None, batches.FileObject),
+    ("DELETE", "/v1/files/{name}"): Operation(
+        "deleteFile", "Deletes a file", None, batches.DeletedFile
+    ),
+    ("GET", "/v1/files/{name}/content"): Operation(
+        "getFileContent", "The lines of a file", media_type="application/octet-stream"
+    ),
+    ("POST", "/v1/batches"): Operation(
+        "createBatch", "Runs the lines of a file in the gaps of other requests",
+        batches.BatchRequest, batches.BatchObject,
+    ),
+    ("GET", "/v1/batches"): Operation("listBatches", "The batches", None, batches.BatchList),
+    ("GET", "/v1/batches/{name}"): Operation("getBatch", "A batch", None, batches.BatchObject),
+    ("POST", "/v1/batches/{name}/cancel"): Operation(
+        "cancelBatch", "Cancels a batch; its results remain", None, batches.BatchObject
     ),
     ("POST", "/tokenize"): Operation(
         "tokenize", "Token ids of text or messages", TokenizeRequest, TokenizeResponse

@@ -126,7 +126,7 @@ class RequestContext:
         """
         usages = [completion.usage() for completion in self.completions]
         for completion, usage in zip(self.completions, usages, strict=True):
-            _observe(self.metrics, completion, usage)
+            _observe(self.metrics, completion, usage, waits=not self.slot.tenant.is_background)
         self.slot.usage.correct([usage.prompt_tokens + usage.completion_tokens for usage in usages])
         return {
             "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
@@ -135,8 +135,11 @@ class RequestContext:
         }
 
 
-def _observe(metrics: GatewayMetrics, completion: Completion, usage: Usage) -> None:
-    seconds = completion.timings.seconds
+def _observe(metrics: GatewayMetrics, completion: Completion, usage: Usage, *, waits: bool) -> None:
+    """Exports the metrics of a completion. Its times are exported only if a client waits for it,
+    because the lines of batches wait for gaps.
+    """
+    seconds = completion.timings.seconds if waits else {}
     for stage, value in seconds.items():
         metrics.stage(stage).observe(value)
     metrics.prompt_tokens.inc(usage.prompt_tokens)

@@ -10,14 +10,17 @@ from functools import partial
 
 from starlette.routing import Route
 
+from services.gateway.batches.batch_runner import BatchRunner
 from services.gateway.clients.pods import PodTimes
 from services.gateway.endpoints import adapter_routes
+from services.gateway.endpoints.batch_routes import BatchRoutes
 from services.gateway.endpoints.chat_endpoint import chat_completions
 from services.gateway.endpoints.endpoint import (
     GenerationEndpoint,
     GenerationHandler,
     UtilityEndpoint,
 )
+from services.gateway.endpoints.file_routes import FileRoutes
 from services.gateway.endpoints.messages_endpoint import count_tokens, messages
 from services.gateway.endpoints.models import ModelRoutes
 from services.gateway.endpoints.operations import Operations
@@ -37,6 +40,7 @@ from services.gateway.endpoints.upload_routes import TYPES as UPLOAD_TYPES
 from services.gateway.endpoints.upload_routes import delete_upload, upload
 from services.gateway.entry_store import EntryStore
 from services.gateway.forms.json_body import Body
+from services.gateway.http.multipart import FORM_TYPE
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.chat import ChatService
 from services.gateway.request.search import SearchService
@@ -55,6 +59,7 @@ def create_routes(
     other_gateways: Sequence[str] = (),
     times: PodTimes | None = None,
     search: SearchService | None = None,
+    runner: BatchRunner | None = None,
 ) -> list[Route]:
     """Returns all routes of the gateway. The first ones are looked up first, so they are the paths
     that generate.
@@ -68,6 +73,7 @@ def create_routes(
         other_gateways: URLs of gateways whose models `/v1/models` lists, too.
         times: times of the pods, which decide when absent services count as scaled to zero.
         search: service of a model for search. None if the model generates text.
+        runner: runner of batches. None if batches are switched off.
     """
     answers = StoredResponses(service, store)
     serve = partial(GenerationEndpoint, service, admission, metrics)
@@ -80,6 +86,8 @@ def create_routes(
             partial(wrong_task, "generate") if search is None else partial(handler, search)
         )
 
+    files = FileRoutes(None if runner is None else runner.store)
+    batches = BatchRoutes(runner, "generate" if search is None else search.task)
     utility = partial(UtilityEndpoint, service, admission)
     models = ModelRoutes(service, other_gateways, int(time.time()))
     operations = Operations(service, admission, metrics, (times or PodTimes()).absent_s)
@@ -108,6 +116,15 @@ def create_routes(
         Route("/v1/responses/{name}/cancel", answers.cancel, methods=["POST"]),
         Route("/v1/media", utility(upload, UPLOAD_TYPES), methods=["POST"]),
         Route("/v1/media/{name}", utility(delete_upload), methods=["DELETE"]),
+        Route("/v1/files", utility(files.upload, (FORM_TYPE,)), methods=["POST"]),
+        Route("/v1/files", files.files),
+        Route("/v1/files/{name}", files.file),
+        Route("/v1/files/{name}", files.delete, methods=["DELETE"]),
+        Route("/v1/files/{name}/content", files.content),
+        Route("/v1/batches", utility(batches.create), methods=["POST"]),
+        Route("/v1/batches", batches.batches),
+        Route("/v1/batches/{name}", batches.batch),
+        Route("/v1/batches/{name}/cancel", batches.cancel, methods=["POST"]),
         Route("/metrics", operations.metrics),
         Route("/load", operations.load),
         Route("/reset_prefix_cache", operations.reset_prefix_cache, methods=["POST"]),

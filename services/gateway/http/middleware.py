@@ -22,15 +22,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import Forbidden, TriptychError, Unauthorized
 from services.common.spans import TRACEPARENT, Span, span
 from services.common.telemetry import bind_request_id
+from services.gateway.http.audit_log import AuditLog
 from services.gateway.http.exchange import error_response
 from services.gateway.http.same_site import SameSite
-from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.leases import Leases
-from services.gateway.tenancy.tenants import Identity, Keyring, KeyScope, bind_identity
+from services.gateway.tenancy.tenants import Keyring, KeyScope, bind_identity
 
 log = logging.getLogger(__name__)
-audit = logging.getLogger("triptych.audit")
 
 _OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/ready", "/ping"))
 _QUIET_PATHS = frozenset(("/health", "/ready", "/ping"))
@@ -58,8 +57,8 @@ class Middleware:
         admission: admission control, which says whether the gateway drains.
         keyring: API keys and their tenants.
         leases: leases of the tenants' limits, for the headers with what is left of a limit.
-        metrics: metrics of the gateway.
-        model: name of the model, for the audit log.
+        audit: the audit log.
+        model: name of the model, for the log.
     """
 
     app: ASGIApp
@@ -67,7 +66,7 @@ class Middleware:
     admission: Admission
     keyring: Keyring
     leases: Leases
-    metrics: GatewayMetrics
+    audit: AuditLog
     model: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,7 +150,7 @@ class Middleware:
                 await self.app(scope, receive, send_with_id)
             finally:
                 if identity is not None and "used" in scope["state"]:
-                    self._audit(identity, scope)
+                    self.audit.write(identity, scope)
         except ClientDisconnect:
             status = 499
         except Exception as error:
@@ -160,19 +159,6 @@ class Middleware:
             if not status:
                 await error_response(scope, error)(scope, receive, send_with_id)
         return status
-
-    def _audit(self, identity: Identity, scope: Scope) -> None:
-        """Writes the request's line of the audit log and counts its tokens for the tenant. Nothing
-        of the request's content is logged.
-        """
-        tenant, outcome = identity.tenant.name, scope["state"]["outcome"]
-        used: Mapping[str, int] = scope["state"]["used"]
-        self.metrics.tenant_request(tenant, outcome).inc()
-        for kind, amount in used.items():
-            if amount:
-                self.metrics.used_by_tenant(tenant, kind).inc(amount)
-        who = {"tenant": tenant, "key": identity.key_id, "model": self.model}
-        audit.info("%s", scope["path"], extra={"fields": {**who, **used, "outcome": outcome}})
 
 
 def scope_of(path: str) -> KeyScope:

@@ -11,6 +11,8 @@ BELOW_V1 = (
     "/messages/count_tokens",
     "/models",
     "/media",
+    "/files",
+    "/batches",
     "/embeddings",
     "/rerank",
     "/score",
@@ -29,8 +31,7 @@ _REASONS = {
     "/realtime": f"the realtime API is not served: {_CHAT}",
     "/assistants": "the Assistants API is not served: use /v1/responses",
     "/threads": "the Assistants API is not served: use /v1/responses",
-    "/batches": f"batches are not served: {_CHAT}, several at a time",
-    "/files": "files are not served: images and videos are uploaded to /v1/media",
+    "/uploads": "files are not uploaded in parts: send batches' files whole to /v1/files",
     **dict.fromkeys(
         ("/completion", "/infill", "/slots", "/props", "/apply-template"),
         f"llama.cpp's own API is not served: {_CHAT} or texts to /v1/completions",

@@ -247,3 +247,8 @@ def bind_identity(identity: Identity) -> None:
 def bound_tenant() -> Tenant:
     """Returns the tenant for which the running task works."""
     return _bound.get().tenant
+
+
+def bound_key_id() -> str:
+    """Returns the public name of the API key of the running task. Empty if no key was needed."""
+    return _bound.get().key_id

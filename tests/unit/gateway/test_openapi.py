@@ -119,14 +119,14 @@ def test_each_endpoint_has_an_example_that_is_accepted():
             Parser(kind)(json.dumps(body).encode())
         content = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert {n: e["value"] for n, e in content["examples"].items()} == BODIES[path]
-    for method, path in OPERATIONS:
+    for (method, path), operation in OPERATIONS.items():
         samples = DOCUMENT["paths"][path][method.lower()]["x-codeSamples"]
-        assert len(samples) == len(BODIES.get(path, [None]))
+        assert len(samples) == (len(BODIES[path]) if operation.request else 1)
         for sample in samples:
             words = shlex.split(sample["source"].replace("\\\n", ""))
             assert words[0] == "curl"
             assert sum(word.startswith(ADDRESS) for word in words) == 1
-            if path in BODIES:
+            if operation.request:
                 assert json.loads(words[-1]) == BODIES[path][sample["label"]]
 
 

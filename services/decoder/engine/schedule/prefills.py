@@ -229,14 +229,10 @@ class Prefills:
             if self.fits(head, prefix, self.watermark if others else 0):
                 self._admit(head, prefix)
                 return head
-            # A stalled sequence may be preempted, unless this very step has a chunk of it. For a
-            # head in the background, only a sequence in the background is preempted.
-            victims = [
-                s
-                for s in self.stalled.values()
-                if s.last_prefill_step != self._step
-                and s.message.background >= head.message.background
-            ]
+            # A stalled sequence may be preempted, unless this very step has a chunk of it, or the
+            # head alone is background work.
+            stalled = [s for s in self.stalled.values() if s.last_prefill_step != self._step]
+            victims = [s for s in stalled if s.message.background >= head.message.background]
             if not victims:
                 if self.waiting.has_free_row:
                     self._refused = self._fitting_state(head)
