@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.common.families import read_spec
@@ -24,6 +24,7 @@ from services.decoder.engine.run.step_inputs import StepInputs
 from services.decoder.engine.schedule.batch import Batch, Chunk
 from services.decoder.engine.schedule.sequence import Sequence
 from services.decoder.engine.step import Step
+from services.decoder.models.draft_head_files import add_draft_head
 from services.decoder.models.transformer import Transformer
 from services.decoder.operations.ops import PlainOps
 from tests.image_processor import write_image_processor
@@ -245,11 +246,34 @@ def write_hybrid(directory: Path, *, seed: int = 0, tied: bool = False, **text: 
     return write_tensors(directory, seed)
 
 
+def write_draft_head(directory: Path, *, seed: int = 1) -> Path:
+    """Adds a layer for multi-token prediction to a checkpoint of `write_hybrid`."""
+    config = json.loads((directory / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (directory / "config.json").write_text(json.dumps(config))
+    spec = read_spec(directory)
+    with torch.device("meta"):
+        model = Transformer(spec, backend=None, ops=PlainOps())  # type: ignore[arg-type]
+        add_draft_head(model, spec, None, None)  # type: ignore[arg-type]
+    none = Checkpoint(directory, {})
+    sources = weights._sources(model, model.weight_map, none)
+    shapes = {part.name: part.shape for part in sources if part.name.startswith("mtp.")}
+    path = directory / "model.safetensors"
+    save_file(load_file(path) | random_tensors(shapes, seed), path)
+    return directory
+
+
 def write_tensors(directory: Path, seed: int = 0) -> Path:
     """Random tensors for the language model of a directory that has its JSON files."""
+    save_file(random_tensors(tensor_shapes(directory), seed), directory / "model.safetensors")
+    return directory
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Random tensors of these names and shapes."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in tensor_shapes(directory).items():
+    for name, shape in shapes.items():
         if name.endswith("A_log"):  # states that last, and states that do not
             tensors[name] = 5.0 * torch.rand(shape, generator=generator) - 4.0
         elif len(shape) == 1:
@@ -257,8 +281,7 @@ def write_tensors(directory: Path, seed: int = 0) -> Path:
         else:
             scale = 4.0 if "embed" in name or "lm_head" in name else 1.5
             tensors[name] = torch.randn(shape, generator=generator) * scale / shape[1] ** 0.5
-    save_file(tensors, directory / "model.safetensors")
-    return directory
+    return tensors
 
 
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from services.decoder.engine.messages import AddSequence
@@ -28,6 +28,9 @@ class KnownDrafts:
 
     def read(self, token_ids: "array[int]") -> None:
         self._num_tokens = len(token_ids)
+
+    def offer(self, drafts: Iterable[int]) -> None:
+        pass
 
     def propose(self, most: int) -> list[int]:
         indices = range(self._num_tokens, self._num_tokens + most)

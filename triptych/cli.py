@@ -52,7 +52,7 @@ _ELSEWHERE = {
     "--convert": "the task is read from the checkpoint's files; --task names another",
     "--hf-overrides": "models for search need none: --task rank or embed",
     "--hf_overrides": "models for search need none: --task rank or embed",
-    "--speculative-config": "use --speculation lookup, and --speculation-tokens N",
+    "--speculative-config": "use --speculation lookup or mtp, and --speculation-tokens N",
     "--tokenizer": "the tokenizer of the model is used",
 }
 

@@ -10,10 +10,11 @@ def add_speculation_options(add: Callable[..., argparse.Action]) -> None:
     """Adds the options by a method `add_argument`."""
     add(
         "--speculation",
-        choices=("auto", "off", "lookup"),
+        choices=("auto", "off", "lookup", "mtp"),
         help="Verify several guessed tokens in one step, which changes no answer. lookup copies "
-        "guesses from the request's own text and from its prediction. auto is lookup on a CPU and "
-        "off on a GPU. Defaults to off.",
+        "guesses from the request's own text and from its prediction. mtp makes them with the "
+        "model's own layer for multi-token prediction. auto is lookup on a CPU and off on a GPU. "
+        "Defaults to off.",
     )
     add(
         "--speculation-tokens",

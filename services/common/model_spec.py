@@ -176,6 +176,8 @@ class TextSpec:
         zero_centred_norms: True if RMSNorms multiply by 1 + weight, except in linear attention.
         linear_attention: sizes of the linear attention layers. None if the model has none.
         layer_kinds: kind of each layer. Empty if all layers have full attention.
+        num_mtp_layers: number of layers for multi-token prediction in the files, which can draft
+            tokens. 0 if there are none, or none that can be used.
     """
 
     vocab_size: int
@@ -199,6 +201,7 @@ class TextSpec:
     zero_centred_norms: bool = False
     linear_attention: LinearAttentionSpec | None = None
     layer_kinds: tuple[LayerKind, ...] = ()
+    num_mtp_layers: int = 0
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether a layer has experts in place of the MLP."""

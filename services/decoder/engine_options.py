@@ -75,4 +75,5 @@ def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
         kv_cache_bytes=settings.kv_cache_bytes,
         kernels=settings.kernels,
         max_drafts=settings.max_drafts(device),
+        draft_head=settings.speculation == "mtp",
     )

@@ -34,8 +34,9 @@ class DecoderSettings(EngineServiceSettings):
             stream of tokens. A step may take at least twice the time of reading the weights.
         speculation: source of drafts, which are guesses of a sequence's next tokens that are
             verified together in one step. `lookup` copies them from the request's own text, and
-            from a `prediction` in the request. `off` uses none. `auto` is `lookup` on a CPU and
-            `off` on a GPU. Drafts change no answer.
+            from a `prediction` in the request. `mtp` makes them with the model's own layer for
+            multi-token prediction (Qwen3.5, 3.6, 3.8). `off` uses none. `auto` is `lookup` on a CPU
+            and `off` on a GPU. Drafts change no answer.
         speculation_tokens: largest number of drafts of a sequence in a step.
         max_model_len: largest number of prompt and completion tokens of a sequence. Defaults to
             the model's limit.
@@ -65,7 +66,7 @@ class DecoderSettings(EngineServiceSettings):
     kernels: str = ""
     max_num_sequences: Annotated[int, Field(ge=1, le=4096)] | None = None
     step_ms: Annotated[float, Field(ge=1)] = 40.0
-    speculation: Literal["auto", "off", "lookup"] = "off"
+    speculation: Literal["auto", "off", "lookup", "mtp"] = "off"
     speculation_tokens: Annotated[int, Field(ge=1, le=32)] = 8
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None

@@ -30,7 +30,7 @@ from services.common.model_spec import (
     VisionSpec,
 )
 
-_MTP = r"mtp\."  # multi-token prediction layers: a draft model, which is not loaded
+_MTP = r"mtp\."  # layers for multi-token prediction, read only if they draft tokens
 _KINDS = ("full_attention", "linear_attention")
 
 
@@ -82,7 +82,17 @@ def _read_text(config: Mapping[str, Any]) -> TextSpec:
         zero_centred_norms=True,
         linear_attention=_linear_attention(section),
         layer_kinds=kinds,
+        num_mtp_layers=_num_mtp_layers(section),
     )
+
+
+def _num_mtp_layers(config: Mapping[str, Any]) -> int:
+    """Returns the number of layers for multi-token prediction. 0 if these have embeddings of their
+    own, which is not supported.
+    """
+    if config.get("mtp_use_dedicated_embeddings"):
+        return 0
+    return config.get("mtp_num_hidden_layers") or 0
 
 
 def _layer_kinds(config: Mapping[str, Any]) -> tuple[LayerKind, ...]:

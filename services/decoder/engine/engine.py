@@ -412,7 +412,8 @@ class Engine:
             if len(sequence.token_ids) % block_size <= count:
                 self._blocks.register(sequence)
             if sequence.drafts is not None:
-                self.scheduler.decodes.tokens_arrived(sequence)
+                offered = () if output.drafts is None else output.drafts[index]
+                self.scheduler.decodes.tokens_arrived(sequence, offered)
 
     def _send_scores(self, chunk: Chunk, scores: Scores) -> None:
         """Sends the logprobs of a chunk's prompt tokens that were not sent yet. A sequence that was

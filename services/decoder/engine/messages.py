@@ -218,6 +218,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
             `max_tokens_per_step`.
         max_tokens_per_step: the most tokens that a step yields for one sequence, without drafts.
         max_drafts: the most drafts of a sequence in a step. 0 if there is no speculation.
+        has_draft_head: True if the model drafts tokens itself, see `DraftHead`.
         num_weight_tokens: number of tokens whose keys and values have as many bytes as the weights.
         expert_share: share of a layer's experts that one token uses; 0 if there are no experts.
         on_gpu: True if the engine computes on a GPU.
@@ -243,6 +244,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     max_batched_tokens: int
     max_tokens_per_step: int = 1
     max_drafts: int = 0
+    has_draft_head: bool = False
     num_weight_tokens: int = 0
     expert_share: float = 0.0
     on_gpu: bool = False

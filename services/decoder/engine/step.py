@@ -180,6 +180,7 @@ class SampleStep(msgspec.Struct):
             `PendingStep.sample` is called.
         followers: ids of the tokens that follow each token of the runs in `ComputeStep.scored`.
         draft_counts: the drafts that penalties count. None if no row with penalties has drafts.
+        num_drafts: number of tokens that the model drafts behind the sampled ones.
     """
 
     row_starts: list[RowSampling] = []
@@ -188,6 +189,7 @@ class SampleStep(msgspec.Struct):
     late: Int64Array = _empty(np.int64)
     followers: Int32Array = _empty(np.int32)
     draft_counts: DraftCounts | None = None
+    num_drafts: int = 0
 
 
 class Step(NamedTuple):
@@ -223,6 +225,7 @@ class StepOutput(NamedTuple):
     logprobs: dict[int, list[Logprobs]]  # by sample, one per token; for rows that request them
     scores: Sequence[Scores] = ()  # one for each of the P runs
     vectors: FloatArray | None = None  # [B, n] float32, of an embedding or reranking model
+    drafts: Int32Array | None = None  # [rows that sample, num_drafts], until the first -1
 
 
 class PendingStep(Protocol):

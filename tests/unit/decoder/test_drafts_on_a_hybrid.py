@@ -11,10 +11,11 @@ import pytest
 
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.run.step_inputs import StepInputs
+from services.decoder.engine.schedule.head_drafts import HeadSources
 from services.decoder.engine.schedule.lookup import Lookups
 from services.decoder.engine.step import ComputeStep
 from tests.cases import THOROUGH
-from tests.decoder_harness import Harness, write_hybrid
+from tests.decoder_harness import Harness, write_draft_head, write_hybrid
 from tests.unit.decoder.test_drafts_on_a_model import Bench, assert_equal
 
 SIZES = {"whole": 2048, "chunks": 40} if THOROUGH else {"chunks": 40}
@@ -101,6 +102,30 @@ def test_an_answer_changes_if_states_fold_too_few_or_too_many_drafts(
         found = bench.run(engine)
     with pytest.raises(AssertionError):
         assert_equal(found, bench.expected)
+
+
+@pytest.mark.nightly
+def test_drafts_of_the_models_own_layer_change_no_answer(
+    bench: Bench, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The layer is random, so that nearly all of its drafts are wrong."""
+    harness = Harness(
+        write_draft_head(write_hybrid(tmp_path_factory.mktemp("head"))),
+        max_num_sequences=40,
+        max_batched_tokens=40,
+        checkpoint_bytes=1 << 20,
+        max_drafts=8,
+        draft_head=True,
+    )
+    with_head = Bench(harness)
+    assert_equal(with_head.expected, bench.expected)
+    engine = with_head.engine(8)
+    engine.speculation.sources = HeadSources()
+    for first in (0, 100):
+        assert_equal(with_head.run(engine, first=first), bench.expected)
+    drafts = engine.stats().drafts
+    assert drafts is not None and drafts.num_drafts > 20
+    harness.close()
 
 
 def test_drafts_without_room_for_their_inputs_are_refused(bench: Bench) -> None:

@@ -30,6 +30,7 @@ from kernels.tuning import (
 from services.common.nn.adapter_stack import AdapterRows
 from services.common.nn.dispatch import CapturedCalls
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
+from services.decoder.engine.run.drafter import Drafter
 from services.decoder.engine.run.images import ImageReader
 from services.decoder.engine.run.staging import Staging
 from services.decoder.engine.run.step_inputs import StepInputs
@@ -160,6 +161,7 @@ class StepParts:
         state: tensors that stay on the device between steps.
         entered: memory for the model's inputs of a step.
         staging: buffer with the uploaded arrays of a step.
+        drafter: the user of the model's layer for multi-token prediction. None if there is none.
     """
 
     model: Transformer
@@ -168,6 +170,7 @@ class StepParts:
     state: DeviceState
     entered: EnteredStep
     staging: Staging
+    drafter: Drafter | None = None
 
     def metadata(self, step: StepInputs, entered: EnteredStep) -> AttentionMetadata:
         """Returns the layout of an uploaded step, without a plan.
@@ -233,9 +236,13 @@ class StepParts:
         if step.places.visual_mask is not None:
             assert self.images is not None
             visual = self.images.visual(device(step.places.visual_mask))
-        ids, positions, cache = entered.input_ids, entered.positions, state.kv_cache
+        inputs = entered.input_ids, entered.positions, state.kv_cache, metadata, visual
         adapters = self.adapters(step)
-        return self.model.forward(ids, positions, cache, metadata, visual, rows, adapters)
+        if self.drafter is None:
+            return self.model.forward(*inputs, rows, adapters)
+        hidden = self.model.forward(*inputs, None, adapters)
+        self.drafter.observe(step, entered, hidden, visual)
+        return hidden if rows is None else hidden[rows]
 
     def adapters(self, step: StepInputs) -> AdapterRows | None:
         """Returns the adapters of an uploaded step's tokens. None if no token has one."""

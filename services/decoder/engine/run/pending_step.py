@@ -27,6 +27,10 @@ class HostTokens:
             None on a CPU, where there is nothing to wait for.
         vectors: `[B, n]` float32, likewise, the results of a model for search. None if the step
             samples.
+
+    Attributes:
+        drafts: `StepOutput.drafts`, likewise. None if the model drafts nothing.
+        sampled: `[B]` int32 on the device, the sampled tokens.
     """
 
     def __init__(
@@ -38,6 +42,8 @@ class HostTokens:
         vectors: Tensor | None = None,
     ) -> None:
         self.vectors = vectors
+        self.drafts: Tensor | None = None
+        self.sampled = token_ids
         self._token_ids = token_ids
         self._logprobs = logprobs
         self._sampling = sampling
@@ -114,7 +120,9 @@ class Readback:
         ids = buffer.ids[: len(token_ids)]
         ids.copy_(token_ids, non_blocking=True)
         buffer.copied.record()
-        return HostTokens(ids, logprobs, sampling, buffer, vectors)
+        found = HostTokens(ids, logprobs, sampling, buffer, vectors)
+        found.sampled = token_ids
+        return found
 
     def mark(self) -> torch.cuda.Event | None:
         """Returns an event after everything launched so far, or None on a CPU."""
@@ -188,6 +196,8 @@ class DevicePendingStep:
             vectors = self.tokens.vectors
             pooled = None if vectors is None else vectors.numpy()
             self._output = StepOutput(ids[:, None], ones, logprobs, scores, pooled)
+            if self.tokens.drafts is not None:
+                self._output = self._output._replace(drafts=self.tokens.drafts.numpy())
         return self._output
 
 

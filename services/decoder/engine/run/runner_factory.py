@@ -40,6 +40,8 @@ from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.run import kv_cache
+from services.decoder.engine.run.drafter import Drafter
+from services.decoder.engine.run.drafting_runner import DraftingRunner
 from services.decoder.engine.run.graphs import (
     DecodeGraphs,
     DeviceState,
@@ -56,6 +58,8 @@ from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.pooling_runner import PoolingRunner
 from services.decoder.engine.run.step_computer import StepComputer
 from services.decoder.models.adapters import Adapters
+from services.decoder.models.draft_head import DraftHead
+from services.decoder.models.draft_head_files import DRAFT_HEAD, add_draft_head, with_draft_head
 from services.decoder.models.kv_scales import finish_scales, ignore_query_scales, read_scales
 from services.decoder.models.pooling import Pooler, PoolingTransformer, pooling_text
 from services.decoder.models.rank_spec import rank_spec
@@ -104,6 +108,7 @@ class RunnerOptions:
         cuda_graphs: True if steps are captured as CUDA graphs, on a GPU.
         kernels: overrides of the dispatch table: `op=implementation,...`, or `plain`.
         max_drafts: the most drafts of a sequence in a step. 0 if there is no speculation.
+        draft_head: True if the model's layer for multi-token prediction drafts tokens.
     """
 
     model_directory: Path
@@ -127,6 +132,7 @@ class RunnerOptions:
     cuda_graphs: bool = True
     kernels: str = ""
     max_drafts: int = 0
+    draft_head: bool = False
 
 
 def create_runner(
@@ -155,6 +161,8 @@ def create_runner(
     ranks = ranks.with_peers(options.max_batched_tokens, spec.text.hidden_size, dtype, device)
     text = rank_spec(spec.text, ranks)
     fp8_cache = options.fp8_cache or _has_fp8_scales(spec)
+    if options.draft_head:
+        spec = with_draft_head(spec, num_ranks=ranks.count, fp8_cache=fp8_cache)
     of_model = KernelFacts(DeviceFacts.of(device), text, dtype)
     facts = _attention_facts(of_model, options, limit, fp8_cache=fp8_cache)
     backend = create_backend(facts, device, parse_overrides(options.kernels))
@@ -170,7 +178,12 @@ def create_runner(
         rows = DeviceRows.allocate(options.max_num_sequences, max_blocks, device)
         checkpoints = _states(text, info.num_checkpoints, dtype, device)
         state = DeviceState(pool, states, checkpoints, rows, kept)
-        computer = StepComputer(info, model, backend, state, images, ranks)
+        drafter = None
+        if isinstance(head := getattr(model, DRAFT_HEAD, None), DraftHead):
+            drafter = Drafter(info, model, head, backend, rows.blocks, pool)
+        computer = StepComputer(info, model, backend, state, images, ranks, drafter)
+        if drafter is not None:
+            return DraftingRunner(computer, drafter)
         return ModelRunner(computer) if pooler is None else PoolingRunner(computer, pooler)
 
     info = _info(spec, options, dtype)
@@ -197,7 +210,9 @@ def create_runner(
                 num_weight_tokens=_weight_bytes(model) * shape.block_size // shape.block_bytes,
             )
         )
-        _warm_up(runner, model, backend, ranks, with_graphs=options.cuda_graphs and info.on_gpu)
+        # No graph has the layer for multi-token prediction.
+        with_graphs = options.cuda_graphs and info.on_gpu and not options.draft_head
+        _warm_up(runner, model, backend, ranks, with_graphs=with_graphs)
     _log_ready(runner.info, device, backend, model, shape, time.monotonic() - started)
     return runner
 
@@ -223,6 +238,8 @@ def _load(
         kind, built = PoolingTransformer, pooling_text(spec)
     with torch.device("meta"):
         model = kind(built, backend, PlainOps(), ranks=ranks)
+        if options.draft_head:
+            add_draft_head(model, spec, backend, checkpoint)
     if checkpoint is None:
         load_dummy(
             model,
@@ -240,12 +257,15 @@ def _load(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
         )
     # The formats of the weights decide which kernels can read them, and are known now.
+    formats = rows_of_layers(model.layers)
+    if isinstance(head := getattr(model, DRAFT_HEAD, None), DraftHead):
+        formats = {**formats, **rows_of_layers(head)}
     log_progress("kernels")
     model.ops = create_ops(
         device,
         rank_spec(spec.text, ranks),
         dtype,
-        formats=rows_of_layers(model.layers),
+        formats=formats,
         overrides=options.kernels,
         attention=backend.table,
         num_ranks=ranks.count,
@@ -298,7 +318,11 @@ def _has_fp8_scales(spec: ModelSpec) -> bool:
 
 def _shape(text: TextSpec, options: RunnerOptions, dtype: torch.dtype) -> KVCacheShape:
     return KVCacheShape(
-        len(text.attention_layers), options.block_size, text.num_kv_heads, text.head_dim, dtype
+        len(text.attention_layers) + options.draft_head,
+        options.block_size,
+        text.num_kv_heads,
+        text.head_dim,
+        dtype,
     )
 
 
@@ -334,6 +358,7 @@ def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> Engine
         max_num_sequences=options.max_num_sequences,
         max_batched_tokens=options.max_batched_tokens,
         max_drafts=options.max_drafts,
+        has_draft_head=options.draft_head,
         expert_share=moe.top_k / moe.num_experts if moe is not None else 0.0,
         on_gpu=on_gpu,
         has_states=spec.text.linear_attention is not None,

@@ -21,6 +21,7 @@ from services.common.process.progress import log_progress
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.run import step_inputs
+from services.decoder.engine.run.drafter import Drafter
 from services.decoder.engine.run.graphs import DeviceState, Graphs, Kind, StepParts
 from services.decoder.engine.run.images import ImageReader
 from services.decoder.engine.run.staging import Staging
@@ -65,6 +66,7 @@ class StepComputer:
         state: the tensors that stay on the device between steps.
         images: reader of image embeddings. None if there is no arena.
         ranks: the ranks that share the model. Defaults to this process alone.
+        drafter: the user of the model's layer for multi-token prediction. None if there is none.
 
     Attributes:
         parts: the objects that run a step.
@@ -82,6 +84,7 @@ class StepComputer:
         state: DeviceState,
         images: ImageReader | None,
         ranks: Ranks = ALONE,
+        drafter: Drafter | None = None,
     ) -> None:
         self.info, self.model, self.state = info, model, state
         self.max_blocks = state.rows.blocks.shape[1]
@@ -93,7 +96,7 @@ class StepComputer:
         chunks = _max_chunks(info)
         tokens = max(info.max_batched_tokens, chunks)
         entered = EnteredStep.allocate(tokens, chunks, state.kv_cache.device)
-        self.parts = StepParts(model, backend, images, state, entered, self.staging)
+        self.parts = StepParts(model, backend, images, state, entered, self.staging, drafter)
 
     def stage(self, step: ComputeStep) -> StepInputs:
         """Copies a step's arrays into the staging buffer; the caller may add more arrays."""

@@ -39,6 +39,7 @@ class Batch:
         load: the step's work, for predicting its time. None if no prompt waits.
         launched_at: time of the launch, by the engine's clock.
         num_drafts: number of drafts. A batch with drafts has no prompts.
+        num_head_drafts: see `SampleStep.num_drafts`.
     """
 
     chunks: list[Chunk]
@@ -50,6 +51,7 @@ class Batch:
     load: StepLoad | None = None
     launched_at: float = 0.0
     num_drafts: int = 0
+    num_head_drafts: int = 0
 
     def to_step(self) -> Step:
         """Returns the step as arrays.
@@ -82,7 +84,7 @@ class Batch:
         adapters = [chunk.sequence.message.adapter for chunk in chunks]
         if max(adapters) >= 0:
             compute.adapters = np.array(adapters, np.int64)
-        sample = SampleStep()
+        sample = SampleStep(num_drafts=self.num_head_drafts)
         if known := chunks[num_from_device:]:
             compute.token_ids, compute.positions = known_tokens(known)
             compute.state_saves = _state_saves(known, num_from_device)

@@ -3,6 +3,8 @@
 A sequence gets one new token a step, or several if it verifies drafts (`chunk`).
 """
 
+from collections.abc import Iterable
+
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.schedule.block_manager import BlockManager
 from services.decoder.engine.schedule.chunk import Chunk
@@ -60,12 +62,16 @@ class Decodes:
         if (found := self.decoding.pop(sequence.sequence_id, None)) is not None:
             self.awaiting[sequence.sequence_id] = found
 
-    def tokens_arrived(self, sequence: Sequence) -> None:
+    def tokens_arrived(self, sequence: Sequence, offered: Iterable[int] = ()) -> None:
         """Takes notice of new tokens of a sequence, which then may have drafts. In that case the
         sequence is not planned before the host knows its last token.
+
+        Args:
+            sequence: the sequence.
+            offered: drafts that came with the tokens, up to the first id below 0.
         """
         is_ahead = sequence.sequence_id in self.decoding
-        if self.speculation.tokens_arrived(sequence, len(self.decoding) - is_ahead):
+        if self.speculation.tokens_arrived(sequence, len(self.decoding) - is_ahead, offered):
             self.await_tokens(sequence)
 
     def choose_drafts(self, *, is_open: bool) -> None:

@@ -10,7 +10,7 @@ Only the sequence's own text is searched. Drafts never cross requests.
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -32,8 +32,8 @@ _ID_MASK = (1 << _ID_BITS) - 1
 class DraftSource(Protocol):
     """A source of drafts for one sequence.
 
-    `PromptLookup` needs the sequence's ids alone. A source that needs the model, such as layers for
-    multi-token prediction, would get its drafts with the output of the step that samples.
+    `PromptLookup` needs the sequence's ids alone. `HeadDrafts` gets its drafts with the output of
+    the step that samples.
     """
 
     def read(self, token_ids: "array[int]") -> None:
@@ -42,6 +42,10 @@ class DraftSource(Protocol):
         Args:
             token_ids: int32 ids of prompt and completion, of which the first are known.
         """
+        ...
+
+    def offer(self, drafts: Iterable[int]) -> None:
+        """Takes drafts behind the tokens that were read last, up to the first id below 0."""
         ...
 
     def propose(self, most: int) -> list[int]:
@@ -100,6 +104,9 @@ class PromptLookup:
                 source = source if at >= 0 else None
             own.append(token_id)
         self._source, self._at = source, at
+
+    def offer(self, drafts: Iterable[int]) -> None:
+        pass
 
     def propose(self, most: int) -> list[int]:
         if self._source is None or self._at >= len(self._source.ids):

@@ -13,11 +13,13 @@ each.
 """
 
 import logging
+from collections.abc import Iterable
 
 from services.decoder.engine.messages import DraftTotals, EngineInfo
 from services.decoder.engine.schedule.block_manager import BlockManager
 from services.decoder.engine.schedule.chunk import Chunk
 from services.decoder.engine.schedule.drafts import Drafts
+from services.decoder.engine.schedule.head_drafts import HeadSources
 from services.decoder.engine.schedule.lookup import DraftSources, Lookups
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
@@ -31,6 +33,9 @@ _LEAST_AMONG_OTHERS, _LEAST_ALONE = 2.2, 1.3
 # A step of few sequences mostly reads weights, so a higher price than this is an error of the cost
 # model, which corrects itself only if drafts are verified.
 _FEW_DECODES, _MOST_OF_FEW = 4, 0.5
+# The most drafts of a layer for multi-token prediction, which is trained to predict one token, so
+# that later drafts are right less often.
+MAX_HEAD_DRAFTS = 3
 # A warning is logged if so many verifications in a row yield fewer tokens each than this.
 _WARNING_PERIOD, _WARNING_TOKENS = 1000, 1.2
 
@@ -89,7 +94,8 @@ class Speculation:
             raise ValueError("the runner keeps no inputs of drafts for its recurrent states")
         self._has_states = info.has_states
         self.max_drafts = max_drafts
-        self.sources: DraftSources = Lookups()
+        self.sources: DraftSources = HeadSources() if info.has_draft_head else Lookups()
+        self._num_head_drafts = min(max_drafts, MAX_HEAD_DRAFTS) if info.has_draft_head else 0
         self.totals = DraftTotals(accepted_at=[0] * max_drafts) if max_drafts else None
         self._cost, self._step_ms, self._overlap = cost, step_ms, overlap
         # A chunk with k drafts has 1 + k samples, and a step at most as many as there are rows.
@@ -103,12 +109,15 @@ class Speculation:
         if self.max_drafts:
             sequence.drafts = Drafts(self.sources.of(sequence.message))
 
-    def tokens_arrived(self, sequence: Sequence, num_others: int) -> bool:
+    def tokens_arrived(
+        self, sequence: Sequence, num_others: int, offered: Iterable[int] = ()
+    ) -> bool:
         """Looks for drafts behind new tokens of a sequence.
 
         Args:
             sequence: the sequence.
             num_others: number of other sequences that are planned while their tokens are in flight.
+            offered: drafts that came with the tokens, for the sequence's source.
 
         Returns:
             Whether the sequence's next step should verify drafts, and is not to be planned before
@@ -118,6 +127,7 @@ class Speculation:
         if drafts is None:
             return False
         drafts.source.read(sequence.token_ids)
+        drafts.source.offer(offered)
         drafts.proposed.clear()
         is_closed = self._overlap and not self._is_open
         if is_closed or self._price > drafts.rate or drafts.pauses(num_tokens):
@@ -128,6 +138,18 @@ class Speculation:
         if not self._pays(drafts, len(drafts.proposed), num_others):
             drafts.proposed.clear()
         return bool(drafts.proposed)
+
+    def num_head_drafts(self, chunks: list[Chunk]) -> int:
+        """Returns how many tokens the model should draft behind those that a step samples."""
+        if not self._num_head_drafts:
+            return 0
+        for chunk in chunks:
+            drafts = chunk.sequence.drafts
+            if not chunk.samples or drafts is None or drafts.rate < self._price:
+                continue
+            if not drafts.pauses(len(chunk.sequence.token_ids) + 1):
+                return self._num_head_drafts
+        return 0
 
     def choose(
         self, ready: list[Sequence], ahead: list[Sequence], blocks: BlockManager, *, is_open: bool

@@ -1,0 +1,125 @@
+"""The layer for multi-token prediction of Qwen3.5 drafts what a plain reference drafts, and its
+drafts change no answer: the real engine over the real runner, float32 on the CPU.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.decoder.engine.engine import Engine
+from services.decoder.engine.messages import AddSequence
+from services.decoder.engine.schedule.head_drafts import HeadDrafts, HeadSources
+from tests.cases import THOROUGH
+from tests.known_drafts import KnownDrafts, from_answer
+from tests.parity.mtp_oracle import Head, drafts_of, make_with_head
+from tests.parity.oracle import Prompt
+from tests.parity.qwen3_5_oracle import CONFIGS
+from tests.parity.test_same_answers import Bench, Part
+
+NUM_TOKENS = 12
+SHAPES: tuple[tuple[Part, ...], ...] = ((5, (8, 12), 45), (50,), (3, (8, 12), 5, (6, 4), 20))
+NAMES = ["odd-heads-repeated-thrice", "experts-one-shared"]
+
+
+class Recorded(HeadDrafts):
+    """Notes what the head drafts, and proposes tokens of a known answer, of which a share is right,
+    so that drafts are accepted although the head knows nothing.
+    """
+
+    def __init__(self, known: KnownDrafts | None, drafts: dict[int, list[int]]) -> None:
+        super().__init__(None)
+        self._known, self.drafts = known, drafts
+
+    def read(self, token_ids: "array[int]") -> None:
+        super().read(token_ids)
+        if self._known is not None:
+            self._known.read(token_ids)
+
+    def offer(self, drafts: Iterable[int]) -> None:
+        super().offer(drafts)
+        if self._offered:
+            self.drafts[self._num_tokens] = list(self._offered)
+
+    def propose(self, most: int) -> list[int]:
+        return super().propose(most) if self._known is None else self._known.propose(most)
+
+
+class Sources(HeadSources):
+    def __init__(self, answers: dict[int, list[int]], share: float | None) -> None:
+        self.answers, self.share = answers, share
+        self.drafts: dict[int, dict[int, list[int]]] = {}
+
+    def of(self, message: AddSequence) -> Recorded:
+        number = message.sequence_id
+        known = None
+        if self.share is not None:
+            known = KnownDrafts(
+                lambda index: from_answer(message, self.answers[number], index), self.share, number
+            )
+        return Recorded(known, self.drafts.setdefault(number, {}))
+
+
+class Heads(Bench):
+    """Requests over a checkpoint with a random head.
+
+    Attributes:
+        answers: greedy answers of an engine without drafts.
+        expected: what the reference drafts behind each token of an answer.
+    """
+
+    def __init__(self, name: str, directory: Path) -> None:
+        tiny = replace(CONFIGS[name], layers=4)
+        oracle, head = make_with_head(tiny, directory, seed=3)
+        super().__init__(oracle, SHAPES)
+        self.head: Head = head
+        del self.questions[len(SHAPES) :]
+        for question in self.questions:
+            sampling = question.message.sampling
+            question.message.sampling = type(sampling)(max_tokens=NUM_TOKENS)
+        self.answers = self.ask(self.engine(), range(len(SHAPES)))
+        self.expected = {
+            number: drafts_of(oracle, head, self.prompt(number), self.answers[number], 3)
+            for number in range(len(SHAPES))
+        }
+
+    def prompt(self, number: int) -> Prompt:
+        return self.oracle.prompt(*SHAPES[number], seed=number)
+
+    def drafting(self, share: float | None, **options: Any) -> tuple[Engine, Sources]:
+        engine = self.engine(max_drafts=4, draft_head=True, max_num_sequences=16, **options)
+        sources = Sources(self.answers, share)
+        engine.speculation.sources = sources
+        return engine, sources
+
+
+@pytest.fixture(scope="module", params=NAMES if THOROUGH else NAMES[:1])
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Heads]:
+    torch.set_num_threads(1)
+    yield Heads(request.param, tmp_path_factory.mktemp("head"))
+
+
+@pytest.mark.parametrize("share", [None, 0.7])
+@pytest.mark.parametrize("tokens", [8192, 19])
+def test_the_head_drafts_what_the_reference_drafts(
+    bench: Heads, tokens: int, share: float | None
+) -> None:
+    """Wherever prompts are cut, behind images and hits, and whichever drafts were accepted."""
+    engine, sources = bench.drafting(share, max_batched_tokens=tokens)
+    for _ in range(2):  # the second round begins at checkpoints of the first
+        assert bench.ask(engine, range(len(SHAPES))) == bench.answers
+        num_drafts = 0
+        for number, expected in bench.expected.items():
+            for end, drafts in sources.drafts[number].items():
+                assert drafts == expected[end][: len(drafts)], (number, end)
+                num_drafts += len(drafts)
+        # Sequences pause after wrong drafts, so that the head does not draft in each step.
+        assert num_drafts > 3 * len(SHAPES)
+        sources.drafts.clear()
+    assert engine.stats().num_prefix_hit_tokens > 0

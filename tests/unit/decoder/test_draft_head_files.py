@@ -1,0 +1,117 @@
+"""Layers for multi-token prediction are read from files of every format, tensor by tensor, or the
+start is refused by name. Their drafts change no answer.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.common.families import read_spec
+from services.common.model_spec import UnsupportedOption
+from services.common.nn.checkpoint import CheckpointError
+from services.decoder.engine.engine import Engine
+from services.decoder.engine.messages import AddSequence, SamplingParams
+from services.decoder.models.draft_head_files import with_draft_head
+from tests.decoder_harness import Harness, write_draft_head, write_hybrid
+from tests.engine_harness import Untimed
+from tests.fp8_checkpoints import MODELOPT, compressed, write
+
+_IGNORED = ["lm_head", r"re:.*visual\..*"]
+# Configurations of files whose head is not quantized, and one of files whose head is.
+LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "ignored by a pattern": (
+        "compressed-channel", compressed(ignore=[*_IGNORED, "re:^mtp.*"]), False
+    ),
+    "ignored by fused names": (
+        "compressed-channel",
+        compressed(ignore=[*_IGNORED, "mtp.layers.0.self_attn.qkv_proj", "mtp.fc"]), False,
+    ),
+    "not mentioned": ("modelopt", MODELOPT, False),
+    "quantized": ("compressed-channel", compressed(), True),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_draft_head(write_hybrid(tmp_path_factory.mktemp("head")))
+
+
+def tokens_of(directory: Path, *, max_drafts: int = 0) -> list[int]:
+    """Greedy tokens of a prompt."""
+    harness = Harness(directory, max_drafts=max_drafts, draft_head=max_drafts > 0)
+    engine = Engine(harness.runner, overlap=False, max_drafts=max_drafts, step_cost=Untimed())
+    prompt = np.arange(20, dtype=np.int32).tobytes()
+    engine.add(AddSequence(0, prompt, b"", 0, [], SamplingParams(max_tokens=30)))
+    found: list[int] = []
+    while engine.has_work:
+        done = engine.step()
+        found += [t for event in (done.events if done else []) for t in event.token_ids]
+    stats = engine.stats().drafts
+    assert (stats is not None and stats.num_drafts > 0) == (max_drafts > 0)
+    harness.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_heads_are_read_from_quantized_files(source: Path, tmp_path: Path, layout: str) -> None:
+    name, config, is_quantized = LAYOUTS[layout]
+
+    def is_written(module: str) -> bool:
+        is_own = module.startswith("mtp.layers") and is_quantized
+        is_gate = module.endswith(("in_proj_a", "in_proj_b", "conv1d"))
+        return is_own or (module.startswith("model.language_model.layers") and not is_gate)
+
+    directory = tmp_path / "quantized"
+    write(source, directory, name, config=config, modules=is_written)
+    harness = Harness(directory, max_drafts=3, draft_head=True)
+    head, files = harness.model.mtp, load_file(source / "model.safetensors")
+    assert torch.equal(head.fc.weight, files["mtp.fc.weight"])
+    down = head.layers[0].mlp.down_proj
+    assert (down.weight_format == "fp8_channel") == is_quantized
+    if not is_quantized:
+        assert torch.equal(down.weight, files["mtp.layers.0.mlp.down_proj.weight"])
+    assert harness.model.layers[0].mlp.down_proj.weight_format != "unquantized"
+    harness.close()
+    assert tokens_of(directory, max_drafts=3) == tokens_of(directory)
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected"])
+def test_each_tensor_of_a_head_is_read_or_named(source: Path, tmp_path: Path, change: str) -> None:
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    for file in source.glob("*processor*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    tensors = load_file(source / "model.safetensors")
+    if change == "missing":
+        del tensors["mtp.layers.0.self_attn.q_norm.weight"]
+    else:
+        tensors["mtp.layers.1.self_attn.q_norm.weight"] = torch.ones(16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"mtp\.layers\.[01]\.self_attn\.q_norm\.weight"):
+        Harness(tmp_path, max_drafts=3, draft_head=True)
+    assert len(tokens_of(tmp_path)) == 30  # without speculation, the head is ignored
+
+
+def test_a_model_without_a_head_is_refused_with_what_to_use_instead(
+    source: Path, tmp_path: Path
+) -> None:
+    stripped = write_hybrid(tmp_path)
+    with pytest.raises(UnsupportedOption, match=r"mtp_num_hidden_layers 0.* --speculation lookup"):
+        Harness(stripped, max_drafts=3, draft_head=True)
+    (stripped / "config.json").write_text((source / "config.json").read_text())
+    with pytest.raises(UnsupportedOption, match=r"no tensors mtp\.\*.* --speculation lookup"):
+        Harness(stripped, max_drafts=3, draft_head=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"num_ranks": 2}, "one device, not 2"), ({"fp8_cache": True}, "cache without FP8")],
+)
+def test_what_the_layer_cannot_run_with_is_refused(
+    source: Path, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedOption, match=named):
+        with_draft_head(read_spec(source), **{"num_ranks": 1, "fp8_cache": False} | options)
