@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,9 @@ class StatedDrafts:
 
     def read(self, token_ids: "array[int]") -> None:
         self._num_tokens = len(token_ids)
+
+    def offer(self, drafts: Iterable[int]) -> None:
+        pass
 
     def propose(self, most: int) -> list[int]:
         drafts = self._known[self._num_tokens : self._num_tokens + most]
