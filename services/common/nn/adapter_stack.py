@@ -71,6 +71,7 @@ class AdapterStack:
     Attributes:
         a: `[slots, modules, rank, in_features]`.
         b: by module, `[out_features, slots, rank]`, times the scaling.
+        used: slots whose adapter changes the layer.
         factor: `[slots + 1, out_features]`, factors of the base layer's output for DoRA. None if no
             slot has DoRA.
     """
@@ -90,6 +91,7 @@ class AdapterStack:
         self.rows, self.columns, self.slots, self.rank = rows, columns, slots, rank
         self.a = like.new_zeros(slots, len(rows), rank, columns.count)
         self.b = {name: like.new_zeros(share.count, slots, rank) for name, share in rows.items()}
+        self.used: set[int] = set()
         self.factor: Tensor | None = None
         self._bias, self._weight, self._ranks = bias, weight, ranks
 
@@ -128,6 +130,7 @@ class AdapterStack:
 
     def set(self, slot: int, part: str, factors: LowRank) -> None:
         """Sets a slot's factors of a module, which have passed `check`."""
+        self.used.add(slot)
         index = list(self.rows).index(part)
         a, b = _held(factors.a, self.columns, 1), _held(factors.b, self.rows[part], 0)
         target = self.a[slot, index]
@@ -143,11 +146,18 @@ class AdapterStack:
 
     def clear(self, slot: int) -> None:
         """Removes the factors of a slot."""
+        if slot not in self.used:
+            return
+        self.used.remove(slot)
         self.a[slot].zero_()
         for b in self.b.values():
             b[:, slot].zero_()
         if self.factor is not None:
             self.factor[slot] = 1.0
+
+    def applies(self, rows: AdapterRows) -> bool:
+        """Returns whether an adapter of the tokens changes the layer, as far as the host knows."""
+        return any(rows.first <= slot < rows.last for slot in self.used)
 
     def add(self, out: Tensor, x: Tensor, rows: AdapterRows) -> Tensor:
         """Adds the adapters' changes to the layer's output, in place, and returns it.

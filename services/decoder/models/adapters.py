@@ -93,6 +93,15 @@ class Adapters:
         self._found[slot] = self._whole_modules(adapter)
 
     @torch.inference_mode()
+    def reserve(self) -> None:
+        """Makes the stacks of all layers in which an adapter may change something, so that their
+        memory is taken before that of the KV cache.
+        """
+        layers = dict(self._layers())
+        for name in layers:
+            self._stack(name, layers)
+
+    @torch.inference_mode()
     def unload(self, slot: int) -> None:
         """Empties a slot, whose adapter no running sequence has."""
         for stack in self._stacks().values():
@@ -134,7 +143,9 @@ class Adapters:
             if (head := self._found[slot].head) is not None:
                 out = torch.where(rows.mask[:, slot, None], F.linear(hidden, head), out)
         stack = self._tied_head if self.lm_head is None else self.lm_head.adapters
-        return out if stack is None else stack.add(out, hidden, rows)
+        if stack is None or not stack.applies(rows):
+            return out
+        return stack.add(out, hidden, rows)
 
     def _stacks(self) -> dict[Linear, AdapterStack]:
         """Returns the stacks of the layers that have one."""

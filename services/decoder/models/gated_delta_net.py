@@ -84,8 +84,9 @@ class GatedDeltaNet(nn.Module):
         else:
             normed, residual = stream.normed(norm, step.kernels)
             gates = self.gate_proj(normed)
-            if step.adapters is not None and self.gate_proj.adapters is not None:
-                gates = self.gate_proj.adapters.add(gates, normed, step.adapters)
+            rows, stack = step.adapters, self.gate_proj.adapters
+            if rows is not None and stack is not None and stack.applies(rows):
+                gates = stack.add(gates, normed, rows)
             projected = step.kernels.project(normed, self.in_proj)
             projected = _whole(projected, residual.dtype, table)
         inputs = DeltaInputs(

@@ -25,21 +25,24 @@ def adapted(base: StepKernels, rows: AdapterRows) -> StepKernels:
         rows: adapters of the step's tokens.
     """
 
+    def is_base(layer: Linear) -> bool:
+        return layer.adapters is None or not layer.adapters.applies(rows)
+
     def project(x: Tensor, layer: Linear) -> Tensor:
         out = base.project(x, layer)
-        if layer.adapters is None:
+        if is_base(layer):
             return out
         return layer.adapters.add(plain.reduce_split_k(out, x.dtype), x, rows)
 
     def linear_swiglu(x: Tensor, layer: Linear) -> Tensor:
-        if layer.adapters is None:
+        if is_base(layer):
             return base.linear_swiglu(x, layer)
         return plain.silu_and_mul(project(x, layer))
 
     def norm_linear(
         addend: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
     ) -> tuple[Tensor, Tensor]:
-        if layer.adapters is None:
+        if is_base(layer):
             return base.norm_linear(addend, residual, norm, layer)
         normed, residual = base.add_norm(addend, residual, norm)
         return project(normed, layer), residual
@@ -48,18 +51,18 @@ def adapted(base: StepKernels, rows: AdapterRows) -> StepKernels:
         addend: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear, consumer: Linear
     ) -> tuple[Tensor, Tensor]:
         # A fused kernel may quantize its result for the consumer, whose factors need floats.
-        if layer.adapters is None and consumer.adapters is None:
+        if is_base(layer) and is_base(consumer):
             return base.norm_swiglu(addend, residual, norm, layer, consumer)
         normed, residual = base.add_norm(addend, residual, norm)
         return linear_swiglu(normed, layer), residual
 
     def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
-        if layer.adapters is None:
+        if is_base(layer):
             return base.linear_residual(x, layer, residual)
         return project(x, layer)
 
     def shared_gate(out: Tensor, x: Tensor, gate: Linear, residual: Tensor) -> Tensor | None:
-        if gate.adapters is None:
+        if is_base(gate):
             return base.shared_gate(out, x, gate, residual)
         logit = gate.adapters.add(gate(x), x, rows)
         return plain.reduce_split_k(out, x.dtype) * torch.sigmoid(logit)

@@ -285,6 +285,8 @@ def _load_adapters(model: Transformer, options: RunnerOptions, ranks: Ranks) -> 
     model.adapters = Adapters(
         model, model.embed_tokens, model.lm_head, ranks, options.max_adapters, rank
     )
+    if len(found) < options.max_adapters:
+        model.adapters.reserve()
     for slot, adapter in enumerate(found):
         model.adapters.load(slot, adapter)
 
