@@ -1,6 +1,6 @@
 """Metrics under vLLM's names, for dashboards and pickers that were made for vLLM.
 
-The three gauges are read by the pickers of the Gateway API's inference extension. A picker chooses
+The gauges are read by the pickers of the Gateway API's inference extension. A picker chooses
 among the endpoints of an InferencePool. The endpoints may be gateways that each have decoders of
 their own. Each gauge covers all decoders of the gateway. The gauges are left out while no decoder
 reports its load.
@@ -9,12 +9,14 @@ The other metrics are read by the dashboards that vLLM and others publish. They 
 gateway's own metrics.
 """
 
+import time
 from collections.abc import Iterator
 
 from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.common.pb import decoder_pb2 as pb
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.metrics import GatewayMetrics
 
@@ -77,6 +79,19 @@ class VllmMetrics(Collector):
             if loads:
                 family.add_metric([self._model_name], value)
             yield family
+        yield self._adapters(loads)
+
+    def _adapters(self, loads: list[pb.LoadResponse]) -> Metric:
+        """Returns the adapters that are loaded, whose value is the time, as vLLM's. All of them
+        count as running, because a picker should treat an adapter that is loaded as ready.
+        """
+        text = "Loaded adapters by name, and the most that can be loaded, under vLLM's name."
+        labels = ("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        family = GaugeMetricFamily("vllm:lora_requests_info", text, labels=labels)
+        if most := max((load.max_adapters for load in loads), default=0):
+            names = dict.fromkeys(adapter.name for load in loads for adapter in load.adapters)
+            family.add_metric([self._model_name, str(most), ",".join(names), ""], time.time())
+        return family
 
     def _copied(self, name: str, text: str, histogram: Histogram) -> Metric:
         """Returns a histogram under another name, with the model's name as its label."""

@@ -63,6 +63,19 @@ def test_models_are_listed_with_their_parent(stack: GatewayStack) -> None:
         assert client.get("/v1/models/other").status_code == 404
 
 
+def test_pickers_read_the_loaded_adapters(stack: GatewayStack) -> None:
+    info = "vllm:lora_requests_info{"
+    with stack.client() as client:
+        assert info not in client.get("/metrics").text
+        load(stack)
+        assert stack.decoder.load is not None
+        stack.decoder.load.max_adapters = 4
+        pods = stack.gateway.service.decoders
+        stack.wait(lambda: any(found.max_adapters for found in pods.loads()))
+        (line,) = [x for x in client.get("/metrics").text.splitlines() if x.startswith(info)]
+    assert 'max_lora="4"' in line and 'running_lora_adapters="sql"' in line
+
+
 def test_unloading_interrupts_no_stream(stack: GatewayStack) -> None:
     load(stack)
     stack.decoder.delay_s = 0.05

@@ -66,6 +66,7 @@ class DecoderServicer(AdapterCalls):
             num_blocks_used=stats.num_blocks - stats.num_free_blocks,
             num_blocks=stats.num_blocks,
             adapters=self.adapters.described(),
+            max_adapters=self._front.engine.max_adapters,
         )
 
     async def ResetPrefixCache(
