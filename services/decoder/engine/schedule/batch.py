@@ -40,6 +40,7 @@ class Batch:
         launched_at: time of the launch, by the engine's clock.
         num_drafts: number of drafts. A batch with drafts has no prompts.
         num_head_drafts: see `SampleStep.num_drafts`.
+        may_have_adapters: False if no sequence has an adapter, so that `to_step` looks for none.
     """
 
     chunks: list[Chunk]
@@ -52,6 +53,7 @@ class Batch:
     launched_at: float = 0.0
     num_drafts: int = 0
     num_head_drafts: int = 0
+    may_have_adapters: bool = True
 
     def to_step(self) -> Step:
         """Returns the step as arrays.
@@ -81,9 +83,10 @@ class Batch:
             samples = np.array([i for i, chunk in enumerate(chunks) if chunk.samples], np.int64)
         compute = ComputeStep(rows, starts, lengths, num_from_device, samples)
         compute.has_drafts = self.num_drafts > 0
-        adapters = [chunk.sequence.message.adapter for chunk in chunks]
-        if max(adapters) >= 0:
-            compute.adapters = np.array(adapters, np.int64)
+        if self.may_have_adapters:
+            adapters = [chunk.sequence.message.adapter for chunk in chunks]
+            if max(adapters) >= 0:
+                compute.adapters = np.array(adapters, np.int64)
         sample = SampleStep(num_drafts=self.num_head_drafts)
         if known := chunks[num_from_device:]:
             compute.token_ids, compute.positions = known_tokens(known)

@@ -74,6 +74,7 @@ class Scheduler:
         decodes: the sequences whose prompts are computed.
         step: number of the last planned step.
         num_masked: number of unfinished sequences with token masks.
+        num_adapted: number of unfinished sequences with adapters.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Scheduler:
         self._step_ms = step_ms
         self._cost = step_cost
         self._num_arrivals = 0
-        self.num_masked = 0
+        self.num_masked = self.num_adapted = 0
 
     @property
     def num_running(self) -> int:
@@ -161,6 +162,7 @@ class Scheduler:
         sequence.plans_ahead |= self._late_masks
         self.decodes.speculation.start(sequence)
         self.num_masked += message.token_masks
+        self.num_adapted += message.adapter >= 0
         self.prefills.add(sequence)
 
     def image_ready(self, sequence: Sequence, key: bytes, arena_offset: int) -> None:
@@ -200,6 +202,7 @@ class Scheduler:
             self.decodes.remove(sequence)
             self.prefills.release(sequence)
         self.num_masked -= sequence.message.token_masks
+        self.num_adapted -= sequence.message.adapter >= 0
         sequence.state = SequenceState.FINISHED
 
     def schedule(self) -> Batch:
@@ -212,6 +215,7 @@ class Scheduler:
         chunks = self.decodes.plan()
         num_tokens = sum([chunk.limit for chunk in chunks])
         batch = Batch(chunks, num_tokens, self.prefills.admitted, self.decodes.extended)
+        batch.may_have_adapters = self.num_adapted > 0
         batch.num_drafts = sum([len(chunk.drafts) for chunk in chunks])
         if (self.prefills.prefilling or len(self.prefills.waiting)) and not batch.num_drafts:
             batch.load = self._plan_prompts(chunks, num_tokens)
