@@ -24,16 +24,25 @@ from services.decoder.attention.table import DECODE, PREFILL
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Sequences with one query token, padded to the longest context among them.
+    """Sequences with one query token each, or with a token and its drafts, padded to the longest
+    context and the most tokens among them. The context of a sequence is copied once for all its
+    tokens.
 
     Attributes:
-        index: `[S]` int64, indices of the sequences among the step's decodes.
+        index: int64 indices of the `[S * L]` tokens among the step's decodes. Sequences with fewer
+            than L tokens repeat their last token.
+        used: `[n]` int64, places of the tokens among S * L without repetitions. None if there are
+            no repetitions.
+        length: number L of tokens of a sequence.
         keys: `[S * max_blocks]` int64, rows in the pool of the blocks' keys.
         unused: int64 indices of tokens behind a context, among S * max_blocks * block_size.
-        mask: `[S, 1, 1, max_blocks * block_size]` bool, true for tokens within a context.
+        mask: bool, true for keys that a token attends to, `[S, 1, 1, max_blocks * block_size]` if L
+            is 1, and `[S, 1, group * L, max_blocks * block_size]` otherwise.
     """
 
     index: Tensor | slice
+    used: Tensor | None
+    length: int
     keys: Tensor
     unused: Tensor
     mask: Tensor
@@ -110,28 +119,58 @@ class SdpaBackend:
             prefills.append(
                 _Prefill(starts[index], starts[index + 1], context, tables[index], mask)
             )
-        # Decodes whose contexts differ by less than a factor of two are padded together.
-        alike: dict[int, list[int]] = {}
-        for index in range(metadata.num_decodes):
-            alike.setdefault((counts[index] - 1).bit_length(), []).append(index)
+        # Decodes whose contexts differ by less than a factor of two are padded together, and those
+        # with drafts apart from those without.
+        alike: dict[tuple[int, bool], list[list[int]]] = {}
+        for run in _runs(metadata.num_decodes, seq_lens, firsts):
+            key = (counts[run[-1]] - 1).bit_length(), len(run) > 1
+            alike.setdefault(key, []).append(run)
         decodes = [
             self._decodes(
-                slice(len(group)) if len(alike) == 1 else torch.tensor(group, device=device),
-                pad_sequence([tables[i] for i in group], batch_first=True),
-                metadata.seq_lens[group],
+                runs,
+                pad_sequence([tables[run[-1]] for run in runs], batch_first=True),
+                metadata.seq_lens,
+                is_all=len(alike) == 1,
             )
-            for group in alike.values()
+            for runs in alike.values()
         ]
         return decodes, prefills
 
     def _decodes(
-        self, index: Tensor | slice, keys: Tensor, seq_lens: npt.NDArray[np.int32]
+        self,
+        runs: list[list[int]],
+        keys: Tensor,
+        seq_lens: npt.NDArray[np.int32],
+        *,
+        is_all: bool,
     ) -> _Decodes:
-        num_tokens = keys.shape[1] * self._facts.block_size
-        used = np.arange(num_tokens) < seq_lens[:, None]
-        unused = torch.from_numpy(np.flatnonzero(~used)).to(keys.device)
-        mask = torch.from_numpy(used).to(keys.device)
-        return _Decodes(index, keys.flatten(), unused, mask[:, None, None])
+        """Plans decodes that are padded together.
+
+        Args:
+            runs: indices of the decodes of each sequence, which follow each other.
+            keys: `[S, max_blocks]`, rows in the pool of the blocks' keys of each sequence.
+            seq_lens: context of each decode of the step.
+            is_all: True if the step has no other decodes.
+        """
+        device, length = keys.device, max(map(len, runs))
+        index = np.array([run + run[-1:] * (length - len(run)) for run in runs])  # [S, L]
+        order = np.arange(keys.shape[1] * self._facts.block_size)
+        seen = order < seq_lens[index][..., None]  # [S, L, max_blocks * block_size]
+        unused = torch.from_numpy(np.flatnonzero(~seen[:, -1])).to(device)
+        mask = torch.from_numpy(seen).to(device)
+        if length == 1:
+            chosen = slice(len(runs)) if is_all else torch.from_numpy(index[:, 0]).to(device)
+            return _Decodes(chosen, None, 1, keys.flatten(), unused, mask[:, None])
+        group = self._facts.num_heads // self._facts.num_kv_heads
+        places = [s * length + place for s, run in enumerate(runs) for place in range(len(run))]
+        return _Decodes(
+            torch.from_numpy(index.ravel()).to(device),
+            torch.tensor(places, device=device),
+            length,
+            keys.flatten(),
+            unused,
+            mask.repeat(1, group, 1)[:, None],
+        )
 
     def forward(
         self,
@@ -148,8 +187,13 @@ class SdpaBackend:
         if all_decodes:
             self._count(DECODE)
         for decodes in all_decodes:
-            part = decodes.index
-            output[part] = self._decode(query[part], blocks, decodes, kv_scales)
+            part, used = decodes.index, decodes.used
+            found = self._decode(query[part], blocks, decodes, kv_scales)
+            if used is None:
+                output[part] = found
+            else:
+                assert isinstance(part, Tensor)
+                output[part[used]] = found[used]
         if prefills:
             self._count(PREFILL)
         for chunk in prefills:
@@ -165,19 +209,25 @@ class SdpaBackend:
     def _decode(
         self, query: Tensor, blocks: Tensor, decodes: _Decodes, kv_scales: Tensor | None
     ) -> Tensor:
-        """Attends with the queries `[S, H, D]` of padded sequences.
+        """Attends with the queries `[S * L, H, D]` of padded sequences.
 
-        Query heads that share a key head become queries of that head: `[S, KVH, group, D]`.
+        Query heads that share a key head become queries of that head: `[S, KVH, group * L, D]`.
         """
+        length = decodes.length
         grouped = query.unflatten(1, (self._facts.num_kv_heads, -1))
+        if length > 1:
+            grouped = grouped.unflatten(0, (-1, length)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        count = len(grouped)
         gathered: list[Tensor] = []
         for part in (0, 1):
             tokens = _tokens(blocks, decodes.keys, part, query.dtype, kv_scales)
             # The values need it although the mask excludes them: a free block may hold NaN, and
             # 0 * NaN is NaN.
             tokens.index_fill_(0, decodes.unused, 0.0)
-            gathered.append(tokens.unflatten(0, (len(query), -1)).transpose(1, 2))
+            gathered.append(tokens.unflatten(0, (count, -1)).transpose(1, 2))
         attended = F.scaled_dot_product_attention(grouped, *gathered, attn_mask=decodes.mask)
+        if length > 1:
+            attended = attended.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(0, 1)
         return attended.flatten(1, 2)
 
     def _prefill(
@@ -206,6 +256,24 @@ class SdpaBackend:
             is_causal=chunk.mask is None,
         )
         return attended.reshape(-1, size, query.shape[-1]).transpose(0, 1)
+
+
+def _runs(num_decodes: int, seq_lens: list[int], first_blocks: list[int]) -> list[list[int]]:
+    """Groups decodes of the same sequence that follow each other: a token and its drafts.
+
+    Args:
+        num_decodes: number of decodes, which come first.
+        seq_lens, first_blocks: see `AttentionMetadata`.
+    """
+    runs: list[list[int]] = []
+    for index in range(num_decodes):
+        before = index - 1
+        follows = index > 0 and seq_lens[index] == seq_lens[before] + 1
+        if follows and first_blocks[index] == first_blocks[before]:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
 
 
 def _tokens(

@@ -202,3 +202,30 @@ def test_fused_decode_attention_is_rotation_and_then_attention(contexts: list[in
     )
     assert torch.equal(pool, written)
     torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_and_its_drafts_attend_as_a_chunk_does() -> None:
+    """Sequences with different numbers of drafts, without drafts, and next to each other by chance:
+    a decode of another sequence may have one more token.
+    """
+    lengths = [(26, 5), (9, 1), (10, 1), (40, 3), (23, 2)]
+    chunks = layout(lengths)
+    queries = [query for _, query in lengths]
+    seq_lens = [c - q + 1 + i for c, q in lengths for i in range(q)]
+    firsts = chunks.first_blocks.repeat(queries)
+    decodes = replace(
+        chunks,
+        num_decodes=len(seq_lens),
+        cu_query_lens=np.arange(len(seq_lens) + 1, dtype=np.int32),
+        seq_lens=np.array(seq_lens, np.int32),
+        first_blocks=firsts,
+    )
+    torch.manual_seed(1)
+    pool = torch.randn(NUM_BLOCKS, 2, BLOCK_SIZE, FACTS.num_kv_heads, FACTS.head_dim)
+    query = torch.randn(len(seq_lens), FACTS.num_heads, FACTS.head_dim)
+    backend = SdpaBackend(FACTS)
+    planned, _ = backend.plan(decodes)
+    assert sum(len(group.mask) for group in planned) == len(lengths)  # a copy of each context
+    chunks.plan, decodes.plan = backend.plan(chunks), (planned, [])
+    found = backend.forward(query, pool, decodes)
+    assert (found - backend.forward(query, pool, chunks)).abs().max() < 2e-6
