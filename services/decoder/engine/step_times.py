@@ -21,6 +21,7 @@ class StepTimes:
     def __init__(self, cost: StepCost) -> None:
         self.num_steps = 0
         self.cost = cost
+        self._has_drafts = False  # whether there was a step with drafts
         self._read_at = 0.0  # when the last step's result was read
         self._busy_s = 0.0  # how long steps were in flight, up to the last time that none was
         self._busy_since = 0.0  # when a step was last launched while none was in flight
@@ -43,8 +44,8 @@ class StepTimes:
     def read(self, batch: Batch, now: float, *, in_flight: bool) -> None:
         """Notes that the result of a step was read now, and corrects the step cost.
 
-        A step that waited for token masks is left out. Of the steps without prompts, one in
-        `StepCost.decode_period` is used.
+        A step that waited for token masks is left out. Of the steps without prompts and drafts, one
+        in `StepCost.decode_period` is used, and all of them once there were drafts.
 
         Args:
             batch: plan of the step.
@@ -56,8 +57,14 @@ class StepTimes:
         ms = (now - max(self._read_at, batch.launched_at)) * 1e3
         self._read_at = now
         load = batch.load
-        if load is None and self.num_steps % self.cost.decode_period == 0:
-            load = StepLoad(len(batch.chunks), batch.num_tokens)
-            load.keys = sum([(chunk.start + 1) * chunk.limit for chunk in batch.chunks])
+        num_drafts = batch.num_drafts
+        self._has_drafts |= num_drafts > 0
+        # The price of drafts is a difference to steps without them, which therefore all count.
+        is_used = self._has_drafts or self.num_steps % self.cost.decode_period == 0
+        if load is None and is_used:
+            load = StepLoad(len(batch.chunks), batch.num_tokens - num_drafts, drafts=num_drafts)
+            limits = [chunk.limit - len(chunk.drafts) for chunk in batch.chunks]
+            keys = [c.start + 1 for c in batch.chunks]
+            load.keys = sum([n * key for n, key in zip(limits, keys, strict=True)])
         if load is not None and not batch.late:
             self.cost.observe(load, ms)

@@ -31,8 +31,10 @@ log = logging.getLogger(__name__)
 # for the time until the next launch, if there are no others.
 _LEAST_AMONG_OTHERS, _LEAST_ALONE = 2.2, 1.3
 # A step of few sequences mostly reads weights, so a higher price than this is an error of the cost
-# model, which corrects itself only if drafts are verified.
+# model, which corrects itself only if drafts are verified. With more sequences, drafts are tried
+# all the same in some steps, because the device may have been slow when the price was learned.
 _FEW_DECODES, _MOST_OF_FEW = 4, 0.5
+_TRIAL_PERIOD = 64
 # The most drafts of a layer for multi-token prediction, which is trained to predict one token, so
 # that later drafts are right less often.
 MAX_HEAD_DRAFTS = 3
@@ -101,6 +103,7 @@ class Speculation:
         # A chunk with k drafts has 1 + k samples, and a step at most as many as there are rows.
         self._max_samples = info.max_num_sequences
         self._is_open = True
+        self._num_dear = 0  # number of steps for which drafts were dear
         self._price = 0.0  # least probability with which a draft has to be right
         self._lengths = AcceptedLengths()
 
@@ -169,12 +172,15 @@ class Speculation:
         load.keys = sum([s.num_computed_tokens + 1 for s in ready])
         load.keys += sum([s.num_computed_tokens + 1 for s in ahead])
         step_ms = self._cost.predict(load)
-        load.tokens += 1
-        load.keys += load.keys // max(1, num_decodes)
+        load.drafts = 1
         token_ms = self._cost.predict(load) - step_ms
         self._price = token_ms * num_decodes / step_ms if step_ms else 0.0
-        if num_decodes <= _FEW_DECODES:
-            self._price = min(self._price, _MOST_OF_FEW)
+        if self._price > _MOST_OF_FEW:
+            self._num_dear += 1
+            # Drafts of one step are chosen before it, so a trial takes two.
+            is_trial = self._num_dear % _TRIAL_PERIOD >= _TRIAL_PERIOD - 2
+            if num_decodes <= _FEW_DECODES or is_trial:
+                self._price = _MOST_OF_FEW
         if token_ms > 0:
             bound_ms = self._cost.bound(self._step_ms)
             num_left = int(min(num_left, max(0.0, (bound_ms - step_ms) / token_ms)))

@@ -1,7 +1,7 @@
 """Step cost: a linear model that predicts how long a step lasts, corrected by measured steps.
 
     ms = step + row · rows + token · min(tokens, 256) + more · max(tokens - 256, 0)
-         + pair · pairs + key · keys + experts · read
+         + pair · pairs + key · keys + experts · read + draft · drafts
 
 - `step` is the time of any step: the weights are read and kernels are launched.
 - `row` is the time of a decode, and `rows` the number of decodes.
@@ -12,10 +12,15 @@
 - `experts` is the time to read all experts, and `read` the share of a layer's experts that the step
   reads: 1 - (1 - share that one token uses) ^ tokens, if tokens choose their experts
   independently. 64 tokens read nearly all of 128 experts.
+- `draft` is the time of a draft, with its attention and experts. It is first taken to be that of a
+  token.
 
 Each measured step corrects each coefficient, in proportion to its share of the step's time (a
 normalized least mean squares filter). If the device becomes slower, the predictions follow within
-some ten steps. Coefficients of terms that are 0 in a step do not change. Pure Python.
+some ten steps. Coefficients of terms that are 0 in a step do not change. A step with drafts
+corrects the time of a draft, which is learned even if the first guess is far too low. If the
+prediction is too long even without the drafts, it corrects the other coefficients, too. Pure
+Python.
 """
 
 import math
@@ -26,9 +31,13 @@ from typing import NamedTuple
 _FEW_TOKENS = 256
 # A measured step reduces the error of the prediction by this share.
 _RATE = 0.1
+# The same, for the time of a draft, in a step of many drafts.
+_DRAFT_RATE = 0.3
 # A measured time that is more than this many times longer or shorter than the prediction is an
 # outlier. It counts as if it were exactly this many times longer or shorter.
 _OUTLIER = 2.0
+# The same for steps with drafts, whose time is not known beforehand.
+_DRAFT_OUTLIER = 4.0
 # First guesses of coefficients, relative to the time of a step of one token. The first measured
 # step sets the scale. `_PAIR` says that attention of some tokens to a context with as many bytes as
 # the weights takes four times as long as their GEMMs.
@@ -47,13 +56,15 @@ class StepLoad:
         rows: number of decodes.
         tokens: number of tokens, of decodes and prompts together.
         pairs: number of pairs of a prompt's query and a key that the query attends to.
-        keys: number of keys that decodes attend to.
+        keys: number of keys that decodes attend to, without those of drafts.
+        drafts: number of drafts, which are not among `tokens`.
     """
 
     rows: int = 0
     tokens: int = 0
     pairs: float = 0.0
     keys: int = 0
+    drafts: int = 0
 
     def add_chunk(self, start: int, length: int) -> None:
         """Adds tokens [start, start + length) of a prompt."""
@@ -104,11 +115,14 @@ class StepCost:
             1.0 if expert_share else 0.0,
         ]
         self._is_measured = False
+        self._draft_ms, self._has_drafts = 0.0, False
         self.efficient_tokens = sys.maxsize
 
     def predict(self, load: StepLoad) -> float:
         """Returns the milliseconds that a step lasts; 0 before any step was measured."""
-        return sum(self._parts(load)) if self._is_measured else 0.0
+        if not self._is_measured:
+            return 0.0
+        return sum(self._parts(load)) + self._draft_ms * load.drafts
 
     @property
     def min_chunk(self) -> int:
@@ -117,7 +131,7 @@ class StepCost:
         They take about as long as reading all weights. With fewer tokens, the step would spend most
         of its time on reading weights.
         """
-        _, _, few, more, _, _, _ = self._coefficients
+        _, _, few, more, *_ = self._coefficients
         tokens = int(self._weights_ms / max(few, more)) // _LEAST_MIN_CHUNK * _LEAST_MIN_CHUNK
         return min(_GREATEST_MIN_CHUNK, max(_LEAST_MIN_CHUNK, tokens))
 
@@ -166,6 +180,11 @@ class StepCost:
         """Corrects the coefficients by a step that took `ms` milliseconds."""
         parts = self._parts(load)
         predicted = sum(parts)
+        if load.drafts and self._is_measured:
+            self._observe_drafts(load, ms, predicted)
+            if ms >= predicted:
+                return
+            # The step without its drafts was predicted to take longer than the step with them.
         if not self._is_measured:
             self._is_measured = True
             scale = ms / predicted
@@ -177,11 +196,24 @@ class StepCost:
             c * (1 + gain * part) for c, part in zip(self._coefficients, parts, strict=True)
         ]
 
+    def _observe_drafts(self, load: StepLoad, ms: float, without_ms: float) -> None:
+        """Corrects the time of a draft by a step that is predicted to take `without_ms` without its
+        drafts.
+        """
+        predicted = without_ms + self._draft_ms * load.drafts
+        found = max(0.0, min(predicted * _DRAFT_OUTLIER, ms) - without_ms) / load.drafts
+        # With few drafts among many decodes, an error of `without_ms` counts for more than the
+        # drafts.
+        rate = _DRAFT_RATE * load.drafts / (load.drafts + load.rows)
+        self._draft_ms += (rate if self._has_drafts else 1.0) * (found - self._draft_ms)
+        self._has_drafts = True
+
     def fit(self, steps: list[tuple[StepLoad, float]]) -> None:
         """Fits the coefficients to measured steps, the first of which sets the scale."""
         for _ in range(200):
             for load, ms in steps:
                 self.observe(load, ms, rate=0.5)
+        _, _, self._draft_ms, *_ = self._coefficients
 
     def _parts(self, load: StepLoad) -> list[float]:
         """Returns the milliseconds of each term of the model."""
