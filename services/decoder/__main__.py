@@ -11,6 +11,7 @@ from typing import Self
 from prometheus_client import CollectorRegistry
 
 from services.common.embeddings.arena import Arena
+from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.embeddings.embedding_cache import RedisCache
 from services.common.embeddings.redis_tier import RedisTier
 from services.common.embeddings.shared_memory import PAGE_BYTES
@@ -38,6 +39,7 @@ from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.embedding_source import EmbeddingSource
 from services.decoder.images.encoders_tier import EncodersTier, Fetch
 from services.decoder.images.known_encoders import KnownEncoders
+from services.decoder.images.path_check import PathCheck
 from services.decoder.masks.messages import MaskSettings
 from services.decoder.masks.processes import MaskProcesses
 from services.decoder.masks.rows import SPARE_ROWS
@@ -58,6 +60,7 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
         servicer: the decoder's gRPC methods.
         front: the owner of the sequences.
         cache: Redis. None if the settings name none, or if the model takes no images.
+        check: check of the ways that embeddings take. None if the model takes no images.
     """
 
     def __init__(
@@ -66,11 +69,13 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
         servicer: DecoderServicer,
         front: DecoderFront,
         cache: RedisCache | None,
+        check: PathCheck | None = None,
     ) -> None:
         self.registry = registry
         self.servicer = servicer
         self._front = front
         self._cache = cache
+        self._check = check
 
     @staticmethod
     def arena_bytes(settings: DecoderSettings, spec: ModelSpec) -> int:
@@ -107,13 +112,19 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
             cache = await connect_redis(settings, fingerprint, "decoder", registry)
         metrics = DecoderMetrics(registry)
         metrics.engine = engine
-        fetcher = EncoderFetcher(credentials=credentials, known=KnownEncoders(settings.encoders))
+        known = KnownEncoders(settings.encoders)
+        fetcher = EncoderFetcher(credentials=credentials, known=known)
         # The tiers of the embedding cache after the arena, in the order in which they are asked.
         tiers: list[Tier[Fetch]] = [EncodersTier(fetcher, metrics)]
         if cache is not None:
             tiers.insert(0, RedisTier(cache))
         store = EmbeddingStore(arena, tiers, metrics.hits, metrics.misses)
         source = EmbeddingSource(store, metrics)
+        check = None
+        if (vision := read_spec(settings.model, settings.task).vision) and ready.num_features:
+            like = EmbeddingSpec(ready.dtype, ready.num_features, 0, ready.hidden)
+            check = PathCheck(fetcher, known, vision.geometry, like, cache)
+            await check.start()
         for key in unknown_keys(settings.model):
             log.warning("%s is an unknown key of the checkpoint and has no effect", key)
         mask_settings = MaskSettings(
@@ -129,7 +140,7 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
         capacity = TenantCapacity(max_sequences(ready))
         adapters = AdapterTable(settings.named_adapters, settings.num_slots, channel)
         front = DecoderFront(ready, channel, source, masks, metrics, capacity, adapters)
-        return cls(registry, DecoderServicer(front, fingerprint), front, cache)
+        return cls(registry, DecoderServicer(front, fingerprint), front, cache, check)
 
     @property
     def is_busy(self) -> bool:
@@ -152,6 +163,8 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
 
     async def close(self) -> None:
         """Closes the front and the connection to Redis."""
+        if self._check is not None:
+            await self._check.close()
         await self._front.close()
         if self._cache is not None:
             await self._cache.close()

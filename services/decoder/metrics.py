@@ -107,6 +107,12 @@ class DecoderMetrics(Collector):
         self.fetch_bytes = counter(
             "embedding_fetch_bytes", "Bytes of embeddings fetched, by path: shm, grpc.", "path"
         )
+        self.fetch_fallbacks = counter(
+            "embedding_fetch_fallbacks",
+            "Embeddings fetched over gRPC from an encoder of its machine, by cause: memory (the "
+            "encoder's memory cannot be read; the log says why).",
+            "cause",
+        )
 
     @property
     def silence_s(self) -> float:

@@ -9,11 +9,12 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import grpc.aio
 import numpy as np
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from services.common.embeddings.embedding import (
     ITEM_BYTES,
@@ -40,6 +41,8 @@ from services.common.transport.rpc import create_channel, error_from_rpc, outgoi
 from services.decoder.images.known_encoders import KnownEncoders
 
 log = logging.getLogger(__name__)
+
+AnswerT = TypeVar("AnswerT", bound=Message)
 
 _METHOD = "/triptych.v1.Encoder/Fetch"
 _TIMEOUT_S = 3600.0  # time limit of a call; callers end their calls much earlier
@@ -255,10 +258,12 @@ class Fetched:
     Attributes:
         digest: digest of the embedding.
         path: `shm` if the bytes came through shared memory, `grpc` otherwise.
+        fell_back: True if they came over gRPC because the encoder's memory could not be opened.
     """
 
     digest: bytes
     path: str
+    fell_back: bool = False
 
 
 @dataclass(slots=True)
@@ -355,8 +360,9 @@ class EncoderFetcher:
                             why,
                         )
                         fetched = await self._call(channel, Receiver(key, spec, into), progress)
+                    fell_back = channel.not_readable
                 current.set(path=fetched.path)
-                return fetched
+                return replace(fetched, fell_back=True) if fell_back else fetched
         except WrongContent as error:
             message = f"encoder {address} sent a wrong embedding: {error}"
             raise EncoderFailed(message, address, "corrupt") from None
@@ -367,6 +373,35 @@ class EncoderFetcher:
             if isinstance(error, Unavailable) and address in self._channels:
                 self._channels[address].memory = None  # unmap the memory of an encoder that died
             raise EncoderFailed(error.message, address) from None
+
+    async def call(
+        self, address: str, method: str, request: Message, answer: type[AnswerT], timeout_s: float
+    ) -> AnswerT:
+        """Makes a call with one message in each direction.
+
+        Args:
+            address: address of the encoder.
+            method: name of the method.
+            answer: type of the encoder's message.
+            timeout_s: seconds that the call may take.
+
+        Raises:
+            EncoderFailed: the encoder has refused the call, or could not be reached.
+        """
+        try:
+            async with self._use(address) as channel:
+                rpc = channel.channel.unary_unary(
+                    f"/triptych.v1.Encoder/{method}",
+                    request_serializer=type(request).SerializeToString,
+                    response_deserializer=answer.FromString,
+                )
+                metadata = outgoing_metadata(request.ByteSize())
+                return await rpc(request, timeout=timeout_s, metadata=metadata)
+        except grpc.aio.AioRpcError as failure:
+            message = error_from_rpc(failure, f"encoder {address}").message
+            if failure.code() is grpc.StatusCode.UNAVAILABLE:  # gRPC says why, for people
+                message += f": {(failure.details() or '').rpartition('last error: ')[2][:300]}"
+            raise EncoderFailed(message, address) from None
 
     async def close(self) -> None:
         """Closes all channels."""

@@ -54,6 +54,8 @@ class EncodersTier(Tier[Fetch]):
             raise
         self._metrics.fetch.observe(time.monotonic() - started_at)
         self._metrics.fetch_bytes.labels(fetched.path).inc(lookup.spec.size_bytes)
+        if fetched.fell_back:
+            self._metrics.fetch_fallbacks.labels("memory").inc()
         write.commit(fetched.digest)
         return True
 

@@ -77,6 +77,19 @@ class KnownEncoders:
             )
         return admitted
 
+    @property
+    def has_names(self) -> bool:
+        """True if a name is listed, which may stand for other addresses later."""
+        return bool(self._names)
+
+    async def addresses(self) -> list[str]:
+        """Returns the addresses that are listed one by one or by a name, in order. Those of ranges
+        are unknown.
+        """
+        if self._names:
+            await self._resolve()
+        return sorted(self._literal | self._resolved.keys())
+
     def _holds(self, address: str) -> bool:
         seen = self._resolved.get(address, -math.inf)
         if address in self._literal or asyncio.get_running_loop().time() - seen < _REMEMBERED_S:
