@@ -65,7 +65,7 @@ class LowRank:
         return changed.to(weight.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Adapter:
     """The weights of an adapter on the CPU.
 
@@ -138,14 +138,11 @@ class Adapter:
         if is_embedding:
             if plain_name(module) != "embed_tokens" or factors.magnitude is not None:
                 raise AdapterError(f"{where} is not supported")
-            self._set_embedding(factors)
+            self.embedding = factors
         elif a.shape[0] > wanted or module.endswith(".experts"):
             self.experts.setdefault(plain_name(module), []).append(factors)
         else:
             self.linears[plain_name(module)] = factors
-
-    def _set_embedding(self, factors: LowRank) -> None:
-        object.__setattr__(self, "embedding", factors)
 
 
 def expert_delta(factors: LowRank, expert: int, count: int) -> Tensor:
