@@ -69,6 +69,7 @@ class ServeOptions:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     speculation: str | None = None
+    speculation_head: Path | None = None
     speculation_tokens: int | None = None
     memory_share: float = CARD_SHARE
     layout: str = "auto"

@@ -41,6 +41,7 @@ from triptych.plan import (
     read_model,
 )
 from triptych.probes import redis_ready
+from triptych.speculation_options import resolve_head
 from triptych.stack import ChildSpec, Stack, StackError, end_signals, run_until_signal
 from triptych.stats import Scraper, report_stopping, report_throughput, serve_metrics
 
@@ -79,7 +80,7 @@ def serve(options: ServeOptions, revision: str | None = None) -> int:
     try:
         with private_directory() as directory:
             model, name = resolve_model(options.model, revision)
-            options = resolve_adapters(replace(options, model=model, hub_name=name))
+            options = resolve_head(resolve_adapters(replace(options, model=model, hub_name=name)))
             plan, specs = prepare(options, Path(directory), view.report)
             view.report(configuration(options, os.environ))  # an error before is one line
             return asyncio.run(_run(options, plan, specs, view))

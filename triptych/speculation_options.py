@@ -2,6 +2,11 @@
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from triptych.hub import resolve_model
+from triptych.options import ServeOptions
 
 MAX_TOKENS = 32
 
@@ -17,11 +22,30 @@ def add_speculation_options(add: Callable[..., argparse.Action]) -> None:
         "Defaults to off.",
     )
     add(
+        "--speculation-head",
+        type=Path,
+        metavar="ORG/NAME|DIRECTORY",
+        help="Model whose layer for multi-token prediction is used, with --speculation mtp. Many "
+        "fine-tuned models have lost their own. The sizes have to be the same.",
+    )
+    add(
         "--speculation-tokens",
         type=_tokens,
         metavar="N",
         help=f"Most guessed tokens of a sequence in a step, up to {MAX_TOKENS}. Defaults to 8.",
     )
+
+
+def resolve_head(options: ServeOptions) -> ServeOptions:
+    """Returns the options with the directory in place of the head's name on the hub.
+
+    Raises:
+        StackError: the head is neither a directory nor can it be downloaded.
+    """
+    if options.speculation_head is None:
+        return options
+    found, _ = resolve_model(options.speculation_head)
+    return replace(options, speculation_head=found.resolve())
 
 
 def _tokens(text: str) -> int:

@@ -76,4 +76,5 @@ def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
         kernels=settings.kernels,
         max_drafts=settings.max_drafts(device),
         draft_head=settings.speculation == "mtp",
+        draft_head_directory=settings.speculation_head,
     )

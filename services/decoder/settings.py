@@ -1,9 +1,9 @@
 """The decoder's settings, which are environment variables `DECODER_<FIELD>`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.common.adapter_config import parse_adapters
 from services.common.settings import Address, EngineServiceSettings, Port, split_list
@@ -37,6 +37,8 @@ class DecoderSettings(EngineServiceSettings):
             from a `prediction` in the request. `mtp` makes them with the model's own layer for
             multi-token prediction (Qwen3.5, 3.6, 3.8). `off` uses none. `auto` is `lookup` on a CPU
             and `off` on a GPU. Drafts change no answer.
+        speculation_head: directory of a model whose layer for multi-token prediction is read, for a
+            fine-tuned model that has lost its own. It has to have the same sizes.
         speculation_tokens: largest number of drafts of a sequence in a step.
         max_model_len: largest number of prompt and completion tokens of a sequence. Defaults to
             the model's limit.
@@ -67,6 +69,7 @@ class DecoderSettings(EngineServiceSettings):
     max_num_sequences: Annotated[int, Field(ge=1, le=4096)] | None = None
     step_ms: Annotated[float, Field(ge=1)] = 40.0
     speculation: Literal["auto", "off", "lookup", "mtp"] = "off"
+    speculation_head: Path | None = None
     speculation_tokens: Annotated[int, Field(ge=1, le=32)] = 8
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
@@ -84,6 +87,12 @@ class DecoderSettings(EngineServiceSettings):
     def num_slots(self) -> int:
         """Number of slots for adapters."""
         return max(len(self.named_adapters), self.max_adapters or 0)
+
+    @model_validator(mode="after")
+    def _head_is_used(self) -> Self:
+        if self.speculation_head is not None and self.speculation != "mtp":
+            raise ValueError("speculation_head is only used with speculation mtp")
+        return self
 
     @field_validator("adapters")
     @classmethod

@@ -1,7 +1,9 @@
 """Reads the layer for multi-token prediction (`mtp.*`) with the language model's files."""
 
 from dataclasses import replace
+from pathlib import Path
 
+from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, UnsupportedOption
 from services.common.nn.checkpoint import Checkpoint
 from services.decoder.attention.base import AttentionBackend
@@ -11,18 +13,46 @@ from services.decoder.models.transformer import Transformer
 DRAFT_HEAD = "mtp"  # name of the submodule, and of its tensors in the files
 _PREFIX = f"{DRAFT_HEAD}."
 _INSTEAD = "use --speculation lookup"
+# Fields of `TextSpec` that the layer depends on.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "rope",
+    "moe",
+)
 
 
-def with_draft_head(spec: ModelSpec, *, num_ranks: int, fp8_cache: bool) -> ModelSpec:
+def with_draft_head(
+    spec: ModelSpec, *, num_ranks: int, fp8_cache: bool, elsewhere: Path | None = None
+) -> ModelSpec:
     """Returns the spec of a model whose `mtp.*` tensors are read: each of them, or it is an error.
+
+    Args:
+        spec: the model.
+        num_ranks: number of ranks that share the model.
+        fp8_cache: True if keys and values are cached in FP8.
+        elsewhere: directory of another model, whose layer is read. None if it is the model's own.
 
     Raises:
         UnsupportedOption: the model has no such layer, or the engine cannot run it.
     """
-    if spec.text.num_mtp_layers != 1:
+    text = spec.text
+    if elsewhere is not None:
+        text = read_spec(elsewhere).text
+        names = [name for name in _SIZES if getattr(text, name) != getattr(spec.text, name)]
+        if names:
+            differ = [f"{n} {getattr(text, n)}, not {getattr(spec.text, n)}" for n in names]
+            raise UnsupportedOption(
+                f"--speculation-head {elsewhere} is of a model of other sizes: {'; '.join(differ)}"
+            )
+    if text.num_mtp_layers != 1:
         raise UnsupportedOption(
-            f"--speculation mtp: config.json has mtp_num_hidden_layers {spec.text.num_mtp_layers}, "
-            f"and 1 is supported; {_INSTEAD}"
+            f"--speculation mtp: config.json has mtp_num_hidden_layers {text.num_mtp_layers}, "
+            f"and 1 is supported; give another model's layer with --speculation-head, or {_INSTEAD}"
         )
     if num_ranks > 1:
         raise UnsupportedOption(
@@ -33,6 +63,14 @@ def with_draft_head(spec: ModelSpec, *, num_ranks: int, fp8_cache: bool) -> Mode
     names = spec.checkpoint
     ignored = tuple(p for p in names.ignored if not p.startswith(DRAFT_HEAD))
     return replace(spec, checkpoint=replace(names, ignored=ignored))
+
+
+def read_elsewhere(checkpoint: Checkpoint, elsewhere: Path) -> None:
+    """Replaces the `mtp.*` tensors of a checkpoint by those of another model's files."""
+    own = {n: info for n, info in checkpoint.tensors.items() if not n.startswith(_PREFIX)}
+    others = Checkpoint.open(elsewhere).tensors
+    added = {n: info for n, info in others.items() if n.startswith(_PREFIX)}
+    checkpoint.tensors = dict(sorted((own | added).items()))
 
 
 def add_draft_head(
@@ -52,7 +90,7 @@ def add_draft_head(
     if checkpoint is not None and not any(n.startswith(_PREFIX) for n in checkpoint.tensors):
         raise UnsupportedOption(
             f"--speculation mtp: the files have no tensors {_PREFIX}*, which many fine-tuned "
-            f"models lose; {_INSTEAD}"
+            f"models lose; give the base model's layer with --speculation-head, or {_INSTEAD}"
         )
     model.add_module(DRAFT_HEAD, DraftHead(spec, backend))
     prefixes = dict(model.weight_map.prefixes) | {_PREFIX: _PREFIX}

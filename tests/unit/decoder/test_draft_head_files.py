@@ -106,6 +106,20 @@ def test_a_model_without_a_head_is_refused_with_what_to_use_instead(
         Harness(stripped, max_drafts=3, draft_head=True)
 
 
+def test_a_head_is_read_from_another_model_of_the_same_sizes(source: Path, tmp_path: Path) -> None:
+    stripped = write_hybrid(tmp_path / "stripped", seed=5)
+    harness = Harness(stripped, max_drafts=3, draft_head=True, draft_head_directory=source)
+    files = load_file(source / "model.safetensors")
+    assert torch.equal(harness.model.mtp.fc.weight, files["mtp.fc.weight"])
+    assert not torch.equal(
+        harness.model.embed_tokens.weight, files["model.language_model.embed_tokens.weight"]
+    )
+    harness.close()
+    other = write_draft_head(write_hybrid(tmp_path / "other", intermediate_size=64))
+    with pytest.raises(UnsupportedOption, match="other sizes: intermediate_size 64, not 48"):
+        Harness(stripped, max_drafts=3, draft_head=True, draft_head_directory=other)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [({"num_ranks": 2}, "one device, not 2"), ({"fp8_cache": True}, "cache without FP8")],

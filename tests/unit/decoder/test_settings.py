@@ -48,10 +48,16 @@ def test_a_bad_value_is_named(name, value):
         read(**{name: value})
 
 
+def test_a_head_needs_the_speculation_that_uses_it() -> None:
+    assert read(SPECULATION="mtp", SPECULATION_HEAD="/base").speculation_head == Path("/base")
+    with pytest.raises(SettingsError, match="only used with speculation mtp"):
+        read(SPECULATION="lookup", SPECULATION_HEAD="/base")
+
+
 def test_settings_cross_to_the_engine_process_unchanged():
     settings = read(MAX_MODEL_LEN="4096", KV_CACHE_BYTES="1000000", DEVICE="cuda:1")
     assert DecoderSettings.model_validate_json(settings.model_dump_json()) == settings
 
 
 def test_settings_are_few() -> None:
-    assert len(DecoderSettings.model_fields) <= 27
+    assert len(DecoderSettings.model_fields) <= 32

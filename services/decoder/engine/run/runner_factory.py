@@ -59,7 +59,12 @@ from services.decoder.engine.run.pooling_runner import PoolingRunner
 from services.decoder.engine.run.step_computer import StepComputer
 from services.decoder.models.adapters import Adapters
 from services.decoder.models.draft_head import DraftHead
-from services.decoder.models.draft_head_files import DRAFT_HEAD, add_draft_head, with_draft_head
+from services.decoder.models.draft_head_files import (
+    DRAFT_HEAD,
+    add_draft_head,
+    read_elsewhere,
+    with_draft_head,
+)
 from services.decoder.models.kv_scales import finish_scales, ignore_query_scales, read_scales
 from services.decoder.models.pooling import Pooler, PoolingTransformer, pooling_text
 from services.decoder.models.rank_spec import rank_spec
@@ -109,6 +114,8 @@ class RunnerOptions:
         kernels: overrides of the dispatch table: `op=implementation,...`, or `plain`.
         max_drafts: the most drafts of a sequence in a step. 0 if there is no speculation.
         draft_head: True if the model's layer for multi-token prediction drafts tokens.
+        draft_head_directory: directory of the model whose layer is read. None if it is the model's
+            own.
     """
 
     model_directory: Path
@@ -133,6 +140,7 @@ class RunnerOptions:
     kernels: str = ""
     max_drafts: int = 0
     draft_head: bool = False
+    draft_head_directory: Path | None = None
 
 
 def create_runner(
@@ -162,7 +170,12 @@ def create_runner(
     text = rank_spec(spec.text, ranks)
     fp8_cache = options.fp8_cache or _has_fp8_scales(spec)
     if options.draft_head:
-        spec = with_draft_head(spec, num_ranks=ranks.count, fp8_cache=fp8_cache)
+        spec = with_draft_head(
+            spec,
+            num_ranks=ranks.count,
+            fp8_cache=fp8_cache,
+            elsewhere=options.draft_head_directory,
+        )
     of_model = KernelFacts(DeviceFacts.of(device), text, dtype)
     facts = _attention_facts(of_model, options, limit, fp8_cache=fp8_cache)
     backend = create_backend(facts, device, parse_overrides(options.kernels))
@@ -229,6 +242,8 @@ def _load(
     if options.load_format == "auto":
         checkpoint = open_checkpoint(spec, options.merge_adapter, dtype)
         spec = as_stored(spec, checkpoint)
+        if options.draft_head and options.draft_head_directory is not None:
+            read_elsewhere(checkpoint, options.draft_head_directory)
     elif options.load_format != "dummy":
         raise ValueError(f"load_format {options.load_format!r} is not known; use auto or dummy")
     elif options.merge_adapter is not None:
