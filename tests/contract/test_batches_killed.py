@@ -22,7 +22,11 @@ def test_killed_gateways_lose_no_line(fakes, tmp_path: Path) -> None:
     _, decoder = fakes
     decoder.delay_s = 0.05
     with RedisServer() as server, ExitStack() as stack:
-        settings = {"GATEWAY_REDIS_URL": server.url, "GATEWAY_REPLICAS": "3"}
+        settings = {
+            "GATEWAY_REDIS_URL": server.url,
+            "GATEWAY_REPLICAS": "3",
+            "GATEWAY_LOG_LEVEL": "ERROR",  # nobody reads the pipe of their logs
+        }
         gateways = []
         for number in range(3):
             (tmp_path / str(number)).mkdir()
