@@ -94,7 +94,7 @@ def test_models_have_what_the_client_reads(client):
     assert client.models.retrieve(MODEL)._request_id.startswith("req-")
 
 
-@pytest.mark.parametrize("path", ["/v1/models/other", "/v1/files"])
+@pytest.mark.parametrize("path", ["/v1/models/other", "/v1/uploads"])
 def test_errors_of_all_paths_are_the_clients(client, anthropic, path):
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.get(path, cast_to=object)

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -25,12 +26,13 @@ def docs(page: Page, stack: GatewayStack) -> Page:
 
 
 def status_of(title: str) -> int:
-    """That an example's answer has: the response or the file that it names is nobody's, and the
-    model of the stack generates text, so that the endpoints of models for search refuse it.
+    """That an example's answer has: the response, the file or the batch that it names is nobody's,
+    and the model of the stack generates text, so that the endpoints of models for search refuse it.
     """
-    if title.rpartition("/")[2] in ("embeddings", "rerank", "score"):
+    if title.rpartition("/")[2] in ("embeddings", "rerank", "score") or title == "POST /v1/batches":
         return 400
-    return 404 if "/v1/responses/{name}" in title or "/v1/media/{name}" in title else 200
+    names = "responses", "media", "files", "batches"
+    return 404 if any(f"/v1/{name}/{{name}}" in title for name in names) else 200
 
 
 def test_each_endpoint_has_a_curl_that_works(docs: Page, stack: GatewayStack) -> None:
@@ -51,7 +53,13 @@ def test_each_endpoint_has_a_curl_that_works(docs: Page, stack: GatewayStack) ->
                     words[i + 1].split(": ", 1) for i, word in enumerate(words) if word == "-H"
                 )
                 method = title.split()[0]
-                answer = client.request(method, urlsplit(url).path, content=body, headers=headers)
+                fields = [words[i + 1] for i, word in enumerate(words) if word == "-F"]
+                form = dict(each.split("=", 1) for each in fields)
+                given: dict[str, Any] = {"content": body} if not form else {
+                    "data": {"purpose": form["purpose"]},
+                    "files": {"file": (form["file"].removeprefix("@"), b"{}")},
+                }  # fmt: skip
+                answer = client.request(method, urlsplit(url).path, headers=headers, **given)
                 assert answer.status_code == status_of(title), (curl, answer.text)
                 if body is not None and "model" in json.loads(body):
                     assert json.loads(body)["model"] == MODEL

@@ -90,7 +90,7 @@ function sample(method, path, {label, source}, body, {model, needsKey}) {
   const run = button("run", `Run ${method} ${path} ${label}`.trim(), async () => {
     run.disabled = true;
     const url = new URL(source.match(/http:\S+/)[0]).pathname.slice(1);
-    answer.textContent = await ask(method, ours(url), body && ours(JSON.stringify(body))).catch(String);
+    answer.textContent = await ask(method, ours(url), source.includes(" -F ") ? form(ours("MODEL")) : body && ours(JSON.stringify(body))).catch(String);
     box.append(answer);
     run.disabled = false;
   }, "Run");
@@ -99,8 +99,18 @@ function sample(method, path, {label, source}, body, {model, needsKey}) {
   return box;
 }
 
+/* The form of a batch's file, with one line. */
+function form(model) {
+  const found = new FormData(), messages = [{role: "user", content: "Who are you?"}];
+  const line = {custom_id: "1", method: "POST", url: "/v1/chat/completions", body: {model, messages}};
+  found.append("purpose", "batch");
+  found.append("file", new Blob([JSON.stringify(line)]), "lines.jsonl");
+  return found;
+}
+
 async function ask(method, url, body) {
-  const response = await fetch(url || "./", {method, headers, body}), text = await response.text();
+  const {"content-type": type, ...rest} = headers; // The browser writes the type of a form itself.
+  const response = await fetch(url || "./", {method, headers: body instanceof FormData ? rest : headers, body}), text = await response.text();
   let shown = text;
   try { shown = JSON.stringify(JSON.parse(text), null, 2); } catch { /* not JSON */ }
   return `${response.status} ${response.headers.get("content-type")}\n\n${shown.slice(0, MAX_SHOWN)}`;
