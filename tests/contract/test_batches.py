@@ -240,6 +240,45 @@ def test_a_cancelled_batch_keeps_its_results(client, batching) -> None:
     batching.on_loop(forever.set)
 
 
+@pytest.mark.parametrize("reason", ["expired", "full"])
+def test_a_batch_that_is_given_up_keeps_its_results(client, batching, reason: str) -> None:
+    """One whose completion window is over, and one whose results take too many bytes."""
+    decoder, store = batching.decoder, batching.gateway.batches.store
+    forever = batching.on_loop(asyncio.Event)
+
+    async def hold(submit) -> None:
+        if len(decoder.submits) > 4:
+            await forever.wait()
+
+    decoder.before = hold
+    batch = send(client, jsonl([line(str(n)) for n in range(30)]))
+    wait_until(lambda: counts(client, batch.id).completed == 4, "four lines")
+
+    def give_up() -> None:
+        if reason == "full":
+            store.files.max_tenant_bytes = 1
+            return
+        (key,) = (key for key in store._state._texts if key.endswith(f"/{batch.id}")
+                  and key.startswith("batch:"))  # fmt: skip
+        data, end = store._state._texts[key]
+        record = json.loads(data) | {"expires_at": 1}
+        store._state._texts[key] = json.dumps(record).encode(), end
+
+    most = store.files.max_tenant_bytes
+    batching.on_loop(give_up)
+    batch = end_of(client, batch.id)
+    store.files.max_tenant_bytes = most
+    assert len(results(client, batch.output_file_id)) == 4
+    if reason == "full":
+        assert batch.status == "failed" and batch.errors.data[0].code == "storage_full"
+    else:
+        assert batch.status == "expired" and batch.expired_at
+        given_up = results(client, batch.error_file_id)
+        assert len(given_up) == 26
+        assert {each["error"]["code"] for each in given_up} == {"batch_expired"}
+    batching.on_loop(forever.set)
+
+
 def test_lost_decoders_and_full_ones_cost_no_line(client, batching) -> None:
     """A decoder that ends under every line, and one that refuses some at first."""
     refused: set[str] = set()
