@@ -1,5 +1,9 @@
 """Steps padded for CUDA graphs, and what happens when a capture fails. Without a GPU."""
 
+# Fakes replace single methods of the graphs and of the backend.
+# pyright: reportArgumentType=false, reportIncompatibleMethodOverride=false
+# pyright: reportAttributeAccessIssue=false
+
 import dataclasses
 import logging
 from pathlib import Path
@@ -214,7 +218,8 @@ def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
     for field in dataclasses.fields(staged):
         place = getattr(staged, field.name)
         assert place == getattr(captured, field.name), field.name
-        assert (place is None) == (field.name in ("cu_query_lens", "pieces", "saves"))
+        absent = "cu_query_lens", "pieces", "saves", "adapters"  # of other models, and adapters
+        assert (place is None) == (field.name in absent)
 
 
 def test_drafts_are_decodes_of_a_graph_without_the_fused_kernel(harness: Harness) -> None:
