@@ -16,8 +16,9 @@ from services.common.process import children
 from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.common.transport.rpc import create_channel, create_server
 from services.decoder.engine.messages import ImageSpan
-from services.decoder.front.front import DecoderFront, max_sequences
+from services.decoder.front.front import DecoderFront
 from services.decoder.front.outbox import MAX_QUEUED_BYTES
+from services.decoder.front.sequence_limit import max_sequences
 from services.decoder.front.service import DecoderServicer
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.embedding_source import EmbeddingSource

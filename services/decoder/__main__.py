@@ -33,7 +33,8 @@ from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.common.transport.rpc import Server
 from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
 from services.decoder.front.adapter_table import AdapterTable
-from services.decoder.front.front import DecoderFront, max_sequences
+from services.decoder.front.front import DecoderFront
+from services.decoder.front.sequence_limit import max_sequences
 from services.decoder.front.service import DecoderServicer
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.embedding_source import EmbeddingSource

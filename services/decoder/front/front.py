@@ -61,11 +61,6 @@ from services.decoder.metrics import DecoderMetrics
 
 log = logging.getLogger(__name__)
 
-# Number of sequences that may wait for a row, as a multiple of the engine's number of rows.
-QUEUE_FACTOR = 3
-# An engine on a CPU has few rows by default. Its front accepts as many sequences as if there were
-# this many rows.
-_LEAST_ROWS_ON_CPU = 256
 _REASONS = {"stop": pb.Finished.REASON_STOP, "length": pb.Finished.REASON_LENGTH}
 
 
@@ -544,14 +539,6 @@ class DecoderFront(InputListener):
             level = logging.INFO if isinstance(error, InvalidRequest) else logging.WARNING
             log.log(level, "a sequence cannot continue: %s", error, extra=_fields(sequence))
             self._fail(sequence, error)
-
-
-def max_sequences(engine: EngineInfo) -> int:
-    """Returns the number of sequences that the front accepts at once."""
-    rows = engine.max_num_sequences
-    if not engine.on_gpu:
-        rows = max(rows, _LEAST_ROWS_ON_CPU)
-    return (1 + QUEUE_FACTOR) * rows
 
 
 def _failed(error: TriptychError) -> pb.Failed:

@@ -21,8 +21,7 @@ from typing import Any, ClassVar, NoReturn, cast
 import grpc
 import grpc.aio
 
-from services.common.embeddings.arena import ArenaEntry
-from services.common.embeddings.fetch_wire import DTYPES, WireChunk, serialize
+from services.common.embeddings.fetch_wire import WireChunk, serialize
 from services.common.embeddings.shared_memory import host_identity
 from services.common.errors import (
     InternalError,
@@ -38,6 +37,7 @@ from services.common.transport.rpc import Servicer, abort, adopt_metadata
 from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings, Encoded
 from services.encoder.front.encode_inputs import InputReader, checked_key, share_of
+from services.encoder.front.fetch_messages import FetchProgress, header_of
 from services.encoder.front.message_reader import MessageReader
 from services.encoder.front.reading import Reading
 from services.encoder.front.source_store import Work
@@ -166,7 +166,7 @@ class EncoderServicer(Servicer):
                 shared = bool(self._host) and request.reader_host == self._host
                 size_bytes = reading.entry.spec.size_bytes
                 with span("send embedding", parent, size_bytes=size_bytes, shared=shared):
-                    await context.write(_header(reading.entry))
+                    await context.write(header_of(reading.entry))
                     await self._send(reading, context, shared=shared)
                 if shared:  # The reader ends the call when it has copied the bytes or died.
                     await asyncio.sleep(_MAX_READ_S)
@@ -290,30 +290,3 @@ class EncoderServicer(Servicer):
             error = InternalError("the encoder failed")
         self._metrics.failures.labels(method, error.code).inc()
         await abort(context, error)
-
-
-class FetchProgress:
-    """Sends reports to a decoder that waits in a `Fetch` call. They say whether the image is being
-    encoded; the decoder waits longer if it is.
-    """
-
-    def __init__(self, context: grpc.aio.ServicerContext) -> None:
-        self._context = context
-
-    async def report(self, *, in_work: bool) -> None:
-        """Writes one progress message to the call's stream."""
-        waiting = pb.FetchWaiting(in_work=in_work)
-        await self._context.write(pb.FetchResponse(waiting=waiting))
-
-
-def _header(entry: ArenaEntry) -> pb.FetchResponse:
-    spec = entry.spec
-    return pb.FetchResponse(
-        header=pb.FetchHeader(
-            image_key=entry.key,
-            dtype=DTYPES[spec.dtype],
-            num_features=spec.num_features,
-            num_tokens=spec.num_tokens,
-            hidden=spec.hidden,
-        )
-    )
