@@ -8,13 +8,17 @@ CENTRED = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 def write_image_processor(directory: Path, min_pixels: int, max_pixels: int) -> None:
     """Fits the tower of the directory's config.json."""
-    tower = json.loads((directory / "config.json").read_text())["vision_config"]
-    options = CENTRED | {
+    config = json.loads((directory / "config.json").read_text())
+    tower = config["vision_config"]
+    options: dict[str, object] = {
+        **CENTRED,
         "size": {"shortest_edge": min_pixels, "longest_edge": max_pixels},
         "patch_size": tower["patch_size"],
         "merge_size": tower["spatial_merge_size"],
-        "temporal_patch_size": tower["temporal_patch_size"],
+        "temporal_patch_size": tower.get("temporal_patch_size", 1),
     }
+    if config["model_type"] == "paddleocr_vl":
+        options["image_processor_type"] = "PaddleOCRVLImageProcessor"
     (directory / "preprocessor_config.json").write_text(json.dumps(options))
 
 

@@ -83,8 +83,8 @@ def read_checkpoint(spec: ModelSpec) -> Checkpoint:
         for tensor in _head(path):
             if spec.checkpoint.ignores(tensor.name):
                 continue
-            prefix = spec.checkpoint.vision_prefix
-            part = vision if prefix and tensor.name.startswith(prefix) else text
+            is_vision = tensor.name.startswith(spec.checkpoint.vision_prefixes)
+            part = vision if is_vision else text
             _add(part, tensor, spec.checkpoint.quantization)
     return Checkpoint(text, vision, num_bytes, len(names))
 

@@ -353,6 +353,7 @@ class CheckpointSpec:
     Attributes:
         text_prefix: prefix of the language model's tensors.
         vision_prefix: prefix of the vision tower's tensors.
+        projector_prefix: prefix of the tower's last layers, if that is another one.
         ignored: patterns of names of tensors that may be present and are not read.
         quantization: quantization of the weights. None if they have a floating-point dtype of
             torch.
@@ -360,8 +361,14 @@ class CheckpointSpec:
 
     text_prefix: str
     vision_prefix: str = ""
+    projector_prefix: str = ""
     ignored: tuple[str, ...] = ()
     quantization: QuantizationSpec | None = None
+
+    @property
+    def vision_prefixes(self) -> tuple[str, ...]:
+        """All prefixes of the vision tower's tensors. Empty for a text model."""
+        return tuple(filter(None, (self.vision_prefix, self.projector_prefix)))
 
     def ignores(self, name: str) -> bool:
         """Returns whether a tensor may be present and is not read."""

@@ -222,7 +222,7 @@ def load_model(
         load_weights(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
         )
-        weights = fingerprint(checkpoint, prefix).encode()
+        weights = fingerprint(checkpoint, spec.checkpoint.vision_prefixes).encode()
     log.info("vision tower loaded in %s", dtype)
     return model.eval(), weights
 

@@ -129,6 +129,28 @@ def asking(*parts: dict, text: str = "What colour is it?") -> dict:
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
+# Which takes no videos.
+@pytest.mark.nightly
+@pytest.mark.parametrize("pair", ["paddleocr_vl"], indirect=True)
+def test_a_model_that_reads_pages(pair):
+    listed = httpx2.get(f"{pair.url}/v1/models", timeout=PATIENCE_S).json()["data"][0]
+    assert listed["input_modalities"] == ["text", "image"]
+    pages = [noise(2, *size, 10)[0] for size in ((256, 320), (20, 300), (500, 90))]
+    parts = [{"type": "image_url", "image_url": {"url": png(page)}} for page in pages]
+    images = [Image.fromarray(page) for page in pages]
+    for part, image in zip(parts, images, strict=True):
+        pair.check([asking(part, text="OCR:")], [], [image])
+    answer = {"role": "assistant", "content": "A circle."}
+    conversation = [asking(*parts[:2], text="OCR:"), answer, asking(parts[2], text="And here?")]
+    for _ in range(2):
+        pair.check(conversation, [], images)
+    pair.check([asking(text="Without an image?")], [])
+    video = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}}
+    body = {"messages": [asking(video)], "max_tokens": 1}
+    refused = httpx2.post(f"{pair.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+    assert refused.status_code == 400 and "the architecture takes none" in refused.text
+
+
 # What does not depend on the decoder is asked of one.
 ONE = pytest.mark.parametrize("pair", ["qwen3_vl"], indirect=True)
 

@@ -18,6 +18,8 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 
 # isort: split
 from transformers import (
+    PaddleOCRVLConfig,
+    PaddleOCRVLForConditionalGeneration,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -26,6 +28,9 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+)
+from transformers.models.paddleocr_vl.image_processing_paddleocr_vl import (
+    PaddleOCRVLImageProcessor,
 )
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
@@ -98,6 +103,10 @@ def make_earlier(directory: Path, family: str) -> PreTrainedModel:
             text_config=section, vision_config=sizes | {"hidden_size": 64}, **ids
         )
         model = Qwen2VLForConditionalGeneration(config).eval()
+    elif family == "paddleocr_vl":
+        section |= {"head_dim": 16, "use_bias": True}
+        config = PaddleOCRVLConfig(text_config=section, vision_config=sizes, **ids)
+        model = PaddleOCRVLForConditionalGeneration(config).eval()
     else:
         sizes |= {"out_hidden_size": 64}
         config = Qwen2_5_VLConfig(text_config=section, vision_config=sizes, **ids)
@@ -112,6 +121,11 @@ def make_earlier(directory: Path, family: str) -> PreTrainedModel:
     for name, low, high in (("", 65536, 1 << 20), ("video_", 4096, 1 << 19)):
         limits = {"min_pixels": low, "max_pixels": high}
         (directory / f"{name}preprocessor_config.json").write_text(json.dumps(patches | limits))
+    if family == "paddleocr_vl":
+        own = {"image_processor_type": "PaddleOCRVLImageProcessor", "temporal_patch_size": 1}
+        limits = {"min_pixels": 20_000, "max_pixels": 1 << 18}
+        options = json.dumps(patches | limits | own)
+        (directory / "preprocessor_config.json").write_text(options)
     return model
 
 
@@ -120,6 +134,7 @@ MAKERS = {
     "qwen3_5": make_qwen3_5,
     "qwen2_vl": partial(make_earlier, family="qwen2_vl"),
     "qwen2_5_vl": partial(make_earlier, family="qwen2_5_vl"),
+    "paddleocr_vl": partial(make_earlier, family="paddleocr_vl"),
 }
 
 
@@ -132,12 +147,16 @@ class Oracle:
         images = json.loads((directory / "preprocessor_config.json").read_text())
         videos = json.loads((directory / "video_preprocessor_config.json").read_text())
         self._videos, processor = Qwen3VLVideoProcessor(**videos), Qwen3VLProcessor
+        kind = Qwen2VLImageProcessor
+        if isinstance(model, PaddleOCRVLForConditionalGeneration):
+            # Its own processor asks the tokenizer for names that this one's template has not.
+            kind, processor = PaddleOCRVLImageProcessor, Qwen2VLProcessor
         if "Qwen2" in type(model).__name__:
             is_first = isinstance(model, Qwen2VLForConditionalGeneration)
             self._videos = Qwen2VLVideoProcessor(fps=2.0, **videos)
             processor = Qwen2VLProcessor if is_first else Qwen2_5_VLProcessor
         self._processor: Any = processor(
-            Qwen2VLImageProcessor(**images),
+            kind(**images),
             PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json")),
             self._videos,
         )

@@ -5,7 +5,7 @@ much as it would on a real model.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 # isort: split
 from transformers import (
     AutoModelForImageTextToText,
+    PaddleOCRVLConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -28,7 +29,7 @@ from transformers import (
 )
 
 from services.common.families import read_spec
-from services.common.model_spec import ModelSpec
+from services.common.model_spec import ModelSpec, TowerSpec
 from tests.image_processor import write_image_processor
 
 VOCAB_SIZE = 320
@@ -79,6 +80,9 @@ CONFIGS = {
         3, 1, 32, (6, 5, 5), (0, 2), True, layers=8, experts=EXPERTS | {"mlp_only_layers": [2]}
     ),
     "qwen2-gqa3-hd32": Tiny(3, 1, 32, (4, 5, 7), (), True, hidden=96, theta=1e6, family="qwen2_vl"),
+    "paddleocr-gqa4-hd32-biases": Tiny(
+        4, 1, 32, (4, 6, 6), (), True, hidden=48, theta=5e5, family="paddleocr_vl"
+    ),
     "qwen2.5-gqa2-hd16": Tiny(
         4, 2, 16, (2, 3, 3), (), False, layers=2, theta=1e6, family="qwen2_5_vl"
     ),
@@ -89,6 +93,10 @@ TOWERS: dict[str, dict[str, object]] = {
     "qwen2_5_vl": {
         "depth": 4, "hidden_size": 32, "num_heads": 2, "intermediate_size": 44, "window_size": 56,
         "fullatt_block_indexes": [1, 3], "tokens_per_second": 2,
+    },
+    "paddleocr_vl": {
+        "num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 3,
+        "intermediate_size": 72, "image_size": 70,
     },
 }  # fmt: skip
 
@@ -155,10 +163,18 @@ class Oracle:
         ids = torch.tensor([prompt.token_ids])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if prompt.pixel_values is not None:
-            inputs["pixel_values"] = prompt.pixel_values
+            inputs["pixel_values"] = self._pixels(prompt)
             inputs["image_grid_thw"] = torch.tensor([(1, h, w) for h, w in prompt.grids])
             inputs["mm_token_type_ids"] = (ids == IMAGE_ID).int()
         return inputs
+
+    def _pixels(self, prompt: Prompt) -> Tensor:
+        """The prompt's patches in the order and shape that Hugging Face's tower takes."""
+        assert prompt.pixel_values is not None
+        vision = self.spec.vision_part.tower
+        if vision.kind != "paddleocr_vl":
+            return prompt.pixel_values
+        return in_rows(prompt.pixel_values, prompt.grids, vision)
 
     @torch.no_grad()
     def answer(self, prompt: Prompt) -> Answer:
@@ -171,9 +187,12 @@ class Oracle:
         features: list[Tensor] = []
 
         def take(_tower: nn.Module, _inputs: tuple, out: Any) -> None:
-            features.extend((out.pooler_output, *(getattr(out, "deepstack_features", None) or ())))
+            first = out if isinstance(out, Tensor) else out.pooler_output  # of a projector
+            features.extend((first, *(getattr(out, "deepstack_features", None) or ())))
 
-        hook = self.model.model.visual.register_forward_hook(take)
+        tower: Any = self.model.model
+        last = getattr(tower, "projector", tower.visual)
+        hook = last.register_forward_hook(take)
         logits = self.model(**inputs).logits[0]
         hook.remove()
         positions, delta = self.model.model.get_rope_index(
@@ -200,6 +219,15 @@ class Oracle:
         )  # fmt: skip
         tokens = out.sequences[0, len(prompt.token_ids) :].tolist()
         return tokens, torch.cat(out.logits)
+
+
+def in_rows(patches: Tensor, grids: Sequence[tuple[int, int]], tower: TowerSpec) -> Tensor:
+    """Patches of merge blocks in the order of rows, as `[N, channels, patch, patch]`."""
+    merge, found = tower.spatial_merge_size, []
+    for part, (height, width) in zip(patches.split([h * w for h, w in grids]), grids, strict=True):
+        blocks = part.view(height // merge, width // merge, merge, merge, -1)
+        found.append(blocks.transpose(1, 2).flatten(0, 3))
+    return torch.cat(found).unflatten(1, (tower.in_channels, tower.patch_size, tower.patch_size))
 
 
 def largest_difference(actual: Tensor, expected: Tensor) -> float:
@@ -240,12 +268,15 @@ def make_oracle(tiny: Tiny, directory: Path, seed: int = 0) -> Oracle:
 
 
 def _earlier_config(tiny: Tiny) -> PreTrainedConfig:
-    """The configuration of a Qwen2-VL or Qwen2.5-VL. Heads have `hidden / heads` elements."""
-    assert tiny.heads * tiny.head_dim == tiny.hidden
-    kind, width = {
-        "qwen2_vl": (Qwen2VLConfig, "hidden_size"),
-        "qwen2_5_vl": (Qwen2_5_VLConfig, "out_hidden_size"),
+    """The configuration of a family with sectioned M-RoPE. Heads of Qwen2-VL and Qwen2.5-VL have
+    `hidden / heads` elements.
+    """
+    kind, own, width = {
+        "qwen2_vl": (Qwen2VLConfig, {}, {"hidden_size": tiny.hidden}),
+        "qwen2_5_vl": (Qwen2_5_VLConfig, {}, {"out_hidden_size": tiny.hidden}),
+        "paddleocr_vl": (PaddleOCRVLConfig, {"use_bias": True, "head_dim": tiny.head_dim}, {}),
     }[tiny.family]
+    assert own or tiny.heads * tiny.head_dim == tiny.hidden
     return kind(
         text_config={
             "vocab_size": VOCAB_SIZE, "hidden_size": tiny.hidden, "num_hidden_layers": tiny.layers,
@@ -255,9 +286,9 @@ def _earlier_config(tiny: Tiny) -> PreTrainedConfig:
                 "rope_theta": tiny.theta, "mrope_section": list(tiny.section), **tiny.rope,
             },
             "tie_word_embeddings": tiny.tied, "bos_token_id": None, "eos_token_id": EOS_ID,
-            "pad_token_id": None,
+            "pad_token_id": None, **own,
         },
-        vision_config=TOWERS[tiny.family] | {"patch_size": 14, width: tiny.hidden},
+        vision_config=TOWERS[tiny.family] | {"patch_size": 14} | width,
         image_token_id=IMAGE_ID, video_token_id=VIDEO_ID, vision_start_token_id=VISION_START_ID,
         vision_end_token_id=VISION_END_ID, tie_word_embeddings=tiny.tied,
     )  # fmt: skip

@@ -31,6 +31,7 @@ from tests.tiny_tokenizer import write_text_model_directory
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {
     "LlamaForCausalLM": "LlamaConfig", "MistralForCausalLM": "MistralConfig",
+    "PaddleOCRVLForConditionalGeneration": "PaddleOCRVLConfig",
     "Qwen2ForCausalLM": "Qwen2Config", "Qwen3ForCausalLM": "Qwen3Config",
     "Qwen3MoeForCausalLM": "Qwen3MoeConfig", "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5Config",
@@ -195,6 +196,9 @@ def test_what_the_families_ask_for_is_on_the_lists_of_what_is_read(tmp_path, mon
             processor = PROCESSOR | {
                 "patch_size": config.get("vision_config", PROCESSOR)["patch_size"]
             }
+            if architecture.startswith("PaddleOCR"):
+                named = "PaddleOCRVLImageProcessor"
+                processor |= {"image_processor_type": named, "temporal_patch_size": 1}
             try:
                 videos = {"size": PROCESSOR["size"], "patch_size": processor["patch_size"]}
                 files = {"video_preprocessor_config": videos, "preprocessor_config": processor}

@@ -203,10 +203,11 @@ def test_fused_norms_agree(pair: Pair, parts: tuple, monkeypatch: pytest.MonkeyP
 
     def norm_swiglu(x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear, down: Linear):
         assert x is None
-        return plain.norm_swiglu(residual, norm.weight, norm.eps, layer.weight), residual
+        found = plain.norm_swiglu(residual, norm.weight, norm.eps, layer.weight, layer.bias)
+        return found, residual
 
     def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> None:
-        plain.linear_residual(x, layer.weight, None, residual)
+        plain.linear_residual(x, layer.weight, layer.bias, residual)
 
     def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
         residual += plain_moe(x, router, experts, residual)

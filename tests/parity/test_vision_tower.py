@@ -19,6 +19,8 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 
 # isort: split
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.paddleocr_vl.configuration_paddleocr_vl import PaddleOCRVLConfig
+from transformers.models.paddleocr_vl.modeling_paddleocr_vl import PaddleOCRVLModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel as HfWindowModel,
@@ -31,6 +33,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as HfVisionModel
 
 from kernels.attention.segments import BatchSegments
+from services.common.families.paddleocr_vl import SiglipTower
 from services.common.families.qwen2_5_vl import WindowTower
 from services.common.families.qwen2_vl import PlainTower
 from services.common.families.qwen3_vl import DeepStackTower
@@ -47,6 +50,7 @@ from services.encoder.models import (
     window_layout,
 )
 from services.encoder.models.qwen3_vl import VisionTower
+from tests.parity.oracle import in_rows
 from tests.tower import cpu_ops
 
 TOLERANCE = 2e-5
@@ -63,6 +67,10 @@ CONFIGS: dict[str, TowerSpec] = {
     "Qwen2-VL, head_dim 80": PlainTower(2, 160, 320, 2, 3, 14, 2, 2, 64),
     "Qwen2.5-VL, windows of 4": WindowTower(4, 48, 70, 3, 3, 14, 2, 2, 40, 112, (1, 3)),
     "Qwen2.5-VL, windows of 3": WindowTower(3, 160, 200, 2, 3, 14, 2, 2, 64, 84, (2,)),
+    "PaddleOCR-VL, 3 heads of 16": SiglipTower(3, 48, 70, 3, 3, 14, 1, 2, 40, 36),
+    "PaddleOCR-VL, head_dim 72": SiglipTower(
+        2, 144, 200, 2, 3, 14, 1, 2, 64, 729, 1e-5, "projector."
+    ),
     "Qwen2.5-VL, no window": WindowTower(2, 32, 40, 2, 3, 8, 2, 2, 64, 32, (0, 1)),
 }
 IMAGES: list[Grid] = [(1, 4, 6), (1, 6, 4), (1, 2, 2), (1, 10, 14), (1, 2, 26), (1, 4, 6)]
@@ -77,6 +85,12 @@ class Pair:
     ours: VisionTower
 
     def expected(self, patches: Tensor, grids: list[Grid]) -> Tensor:
+        if isinstance(self.config, SiglipTower):
+            rows = in_rows(patches, [grid[1:] for grid in grids], self.config)
+            with torch.no_grad():
+                theirs: Any = self.theirs
+                out = theirs.get_image_features(rows, torch.tensor(grids))
+            return torch.cat(out.pooler_output)[None]
         with torch.no_grad():
             out = self.theirs(patches, grid_thw=torch.tensor(grids))
         return torch.stack([out.pooler_output, *(getattr(out, "deepstack_features", None) or ())])
@@ -98,6 +112,18 @@ def _generator(seed: int) -> torch.Generator:
 
 def hf_config(config: TowerSpec) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """The configuration and the class of Hugging Face's tower."""
+    if isinstance(config, SiglipTower):
+        side = round(config.num_position_embeddings**0.5)
+        vision = {
+            "num_hidden_layers": config.depth, "num_attention_heads": config.num_heads,
+            "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+            "image_size": side * config.patch_size, "layer_norm_eps": config.layer_norm_eps,
+        }  # fmt: skip
+        text = {
+            "vocab_size": 8, "hidden_size": config.out_hidden_size, "num_hidden_layers": 1,
+            "num_attention_heads": 1, "num_key_value_heads": 1, "pad_token_id": None,
+        }  # fmt: skip
+        return PaddleOCRVLConfig(vision_config=vision, text_config=text), PaddleOCRVLModel
     sizes: dict[str, Any] = {
         "depth": config.depth, "num_heads": config.num_heads, "in_channels": config.in_channels,
         "patch_size": config.patch_size, "temporal_patch_size": config.temporal_patch_size,
@@ -133,7 +159,16 @@ def make_pair(config: TowerSpec, directory: Path) -> Pair:
     for parameter in theirs.parameters():
         wide = 0.5 if parameter.ndim == 1 else 1.5 / parameter[0].numel() ** 0.5
         parameter.data.normal_(0.0, wide, generator=generator)
-    tensors = {f"model.visual.{k}": v.contiguous() for k, v in theirs.state_dict().items()}
+    prefix = "" if isinstance(config, SiglipTower) else "model.visual."
+    tensors = {f"{prefix}{k}": v.contiguous() for k, v in theirs.state_dict().items()}
+    if isinstance(config, SiglipTower):  # the files have the names of the whole model
+        tensors = {
+            name.replace("visual.", "model.visual.").replace(
+                "projector.", config.projector_prefix
+            ): v
+            for name, v in tensors.items()
+            if not name.startswith("language_model.")
+        }
     save_file(tensors, directory / "model.safetensors")
     with torch.device("meta"):
         ours = create_tower(config, cpu_ops(config), "model.visual.")
@@ -181,6 +216,8 @@ def test_an_image_is_the_same_alone_and_in_a_batch(pair: Pair) -> None:
 
 def test_still_patches_without_their_time_axis(pair: Pair) -> None:
     config = pair.config
+    if config.temporal_patch_size == 1:
+        return
     whole = pair.patches(IMAGES).unflatten(1, (config.in_channels, config.temporal_patch_size, -1))
     whole[:, :, 1:] = whole[:, :, :1]
     expected = pair.expected(whole.flatten(1), IMAGES)
@@ -289,6 +326,12 @@ def _raster_windows(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
     return pair
 
 
+def _without_the_norm_behind_the_blocks(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
+    norm: Any = pair.ours.post_layernorm
+    norm.weight.data.fill_(1.0)
+    return pair
+
+
 def _not_put_back(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
     original = qwen2_5_vl.batch_layout
 
@@ -304,6 +347,7 @@ def _not_put_back(patch: pytest.MonkeyPatch, pair: Pair) -> Pair:
     ("name", "broken"),
     [
         ("Qwen2-VL, 3 heads of 16", _exact_gelu_for_quick),
+        ("PaddleOCR-VL, 3 heads of 16", _without_the_norm_behind_the_blocks),
         ("Qwen2.5-VL, windows of 4", _full_attention),
         ("Qwen2.5-VL, windows of 4", _raster_windows),
         ("Qwen2.5-VL, windows of 4", _not_put_back),

@@ -44,7 +44,7 @@ PUBLISHED = {
     "image_std": [0.26862954, 0.26130258, 0.27577711],
     "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor",
 }  # fmt: skip
-FRAMES = (*range(2, 90), 299, 300, 301, 749, 1499, 1536, 1537, 3600)
+FRAMES = (*range(2, 40), 58, 59, 89, 299, 300, 301, 749, 1499, 1536, 1537, 3600)
 RATES = (23.976023976023978, 24.0, 25.0, 29.97002997002997, 30.0, 60.0, 7.5, 1.0, 0.1, 14.99)
 WANTED: tuple[dict[str, Any], ...] = (
     {"fps": 0.1}, {"fps": 0.5}, {"fps": 1}, {"fps": 1.5}, {"fps": 2}, {"fps": 3}, {"fps": 29.97},
@@ -90,7 +90,7 @@ def test_all_frames_and_too_few() -> None:
 @pytest.mark.parametrize("cap", [False, True])
 def test_sizes_are_the_processors(cap: bool) -> None:
     rng = random.Random(0)
-    for _ in range(60):
+    for _ in range(30):
         count, height, width = rng.randint(2, 9), rng.randint(20, 400), rng.randint(20, 400)
         low, high = rng.choice((3136, 20_000)), rng.choice((60_000, 200_000))
         tokens = rng.choice((60, 128_000))
@@ -226,7 +226,7 @@ def test_positions_are_get_rope_indexs(oracle: Oracle) -> None:
     per_second = getattr(oracle.model.config.vision_config, "tokens_per_second", None)
     ours = clips(tokens_per_second=per_second)
     rng, num_same = random.Random(3), 0
-    for index in range(120):
+    for index in range(60):
         ids, runs, given = mixture(rng, ours, 4 if index % 2 else 40)
         found, delta = vision.geometry.positions(len(ids), runs)
         assert found is not None
@@ -239,7 +239,7 @@ def test_positions_are_get_rope_indexs(oracle: Oracle) -> None:
             num_same += 1
             theirs, their_delta = oracle.model.model.get_rope_index(**given)
             assert np.array_equal(found, theirs[:, 0].numpy()) and delta == int(their_delta)
-    assert num_same >= 30
+    assert num_same >= 15
 
 
 def test_control_transformers_begins_text_within_a_long_video(oracle: Oracle) -> None:

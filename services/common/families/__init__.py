@@ -16,6 +16,7 @@ from services.common.model_spec import ModelSpec, ModelSpecError, UnsupportedOpt
 FAMILIES = {
     "LlamaForCausalLM": "services.common.families.llama",
     "MistralForCausalLM": "services.common.families.mistral",
+    "PaddleOCRVLForConditionalGeneration": "services.common.families.paddleocr_vl",
     "Qwen2ForCausalLM": "services.common.families.qwen2",
     "Qwen2VLForConditionalGeneration": "services.common.families.qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "services.common.families.qwen2_5_vl",

@@ -41,13 +41,24 @@ FILTERS: dict[object, Literal["bilinear", "bicubic"]] = {2: "bilinear", 3: "bicu
 _CENTRE = 127.5
 
 
-def read_vision_spec(directory: Path, tower: TowerSpec, image_token_id: int) -> VisionSpec:
+def read_vision_spec(
+    directory: Path,
+    tower: TowerSpec,
+    image_token_id: int,
+    *,
+    types: tuple[str, ...] = _TYPES,
+    defaults: Mapping[str, Any] = DEFAULTS,
+    geometry: type[Geometry] = Geometry,
+) -> VisionSpec:
     """Reads the vision part of a model: image geometry and pixel normalization.
 
     Args:
         directory: the checkpoint.
         tower: spec of the vision tower, without pixel normalization.
         image_token_id: id of the token that stands for an image in the prompt.
+        types: names of the family's image processor.
+        defaults: options that are absent from the file.
+        geometry: the processor's division of images into units.
 
     Raises:
         ModelSpecError: the image processor's file is missing or malformed.
@@ -58,14 +69,14 @@ def read_vision_spec(directory: Path, tower: TowerSpec, image_token_id: int) -> 
         raise ModelSpecError(f"{directory / 'preprocessor_config.json'} is missing")
     name, given = found
     present = {k: v for k, v in given.items() if v is not None or k not in _NULL_IS_ABSENT}
-    options = DEFAULTS | present
+    options = {**defaults, **present}
     try:
-        check_options(options, present, tower, image_processor_type=_TYPES)
+        check_options(options, present, tower, image_processor_type=types)
         mean, std = normalization(options, tower.in_channels)
         min_pixels, max_pixels = pixel_limits(options)
     except UnsupportedOption as error:
         raise UnsupportedOption(str(error), name) from None
-    geometry = Geometry(
+    found_geometry = geometry(
         image_token_id=image_token_id,
         patch_size=tower.patch_size,
         merge_size=tower.spatial_merge_size,
@@ -73,7 +84,7 @@ def read_vision_spec(directory: Path, tower: TowerSpec, image_token_id: int) -> 
         max_pixels=max_pixels,
         resample=FILTERS[options["resample"]],
     )
-    return VisionSpec(tower=replace(tower, pixel_mean=mean, pixel_std=std), geometry=geometry)
+    return VisionSpec(tower=replace(tower, pixel_mean=mean, pixel_std=std), geometry=found_geometry)
 
 
 def read_processor(

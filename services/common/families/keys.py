@@ -42,6 +42,7 @@ READ: dict[str, frozenset[str]] = {
         num_local_experts original_max_position_embeddings output_gate_type
         partial_rotary_factor qkv_bias quantization_config rms_norm_eps rope_parameters
         rope_scaling rope_theta shared_expert_intermediate_size sliding_window
+        compression_ratio rope_is_neox_style use_3d_rope use_bias
         text_config tie_word_embeddings use_mrope use_qk_norm use_sliding_window video_token_id
         vision_config
         vision_end_token_id vision_start_token_id vocab_size
@@ -50,7 +51,8 @@ READ: dict[str, frozenset[str]] = {
     "config.json: vision_config": _words(
         """
         deepstack_visual_indexes depth embed_dim fullatt_block_indexes hidden_act hidden_size
-        in_channels in_chans
+        image_size in_channels in_chans layer_norm_eps num_attention_heads num_channels
+        num_hidden_layers
         intermediate_size mlp_ratio num_heads num_position_embeddings out_hidden_size patch_size
         rope_parameters spatial_merge_size spatial_patch_size temporal_patch_size
         tokens_per_second window_size
@@ -89,8 +91,9 @@ _REASONS: dict[str, dict[str, str]] = {
     "config.json": {
         _NAMES: """_name_or_path auto_map model_type transformers_version unsloth_fixed
                 unsloth_version""",
-        _TRAINING: """attention_dropout hidden_dropout initializer_range output_router_logits
-                pretraining_tp router_aux_loss_coef""",
+        _TRAINING: """attention_dropout hidden_dropout hidden_dropout_prob ignored_index
+                initializer_range output_router_logits pretraining_tp router_aux_loss_coef
+                weight_share_add_bias""",
         _RETURNED: """add_cross_attention chunk_size_feed_forward finetuning_task id2label
                 is_decoder is_encoder_decoder label2id output_attentions output_hidden_states
                 problem_type return_dict torchscript use_cache""",
@@ -107,6 +110,7 @@ _REASONS: dict[str, dict[str, str]] = {
         _RETURNED: """chunk_size_feed_forward id2label is_encoder_decoder label2id
                 output_attentions output_hidden_states problem_type return_dict""",
         "`--dtype` sets the data type": "dtype torch_dtype",
+        "nothing is padded": "pad_token_id",
     },
     "config.json: quantization_config": {
         _NAMES: "meta model_file_base_name model_name_or_path producer quantizer",

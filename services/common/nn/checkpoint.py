@@ -136,12 +136,14 @@ class Reader:
         self._file = self._path = None
 
 
-def fingerprint(checkpoint: Checkpoint, prefix: str = "") -> str:
-    """BLAKE3 hex digest over name, dtype, shape and bytes of each tensor with the name prefix."""
+def fingerprint(checkpoint: Checkpoint, prefixes: str | tuple[str, ...] = "") -> str:
+    """BLAKE3 hex digest over name, dtype, shape and bytes of each tensor whose name has one of the
+    prefixes.
+    """
     hasher = blake3(max_threads=blake3.AUTO)
     with checkpoint.reader() as reader:
         for name, info in checkpoint.tensors.items():
-            if not name.startswith(prefix):
+            if not name.startswith(prefixes):
                 continue
             values = reader.read(name).reshape(-1).view(torch.uint8)
             head = json.dumps([name, str(info.dtype), info.shape, values.numel()]).encode()

@@ -18,14 +18,14 @@ class WeightMap:
             are the same and in the same order, for example a Conv3d weight that is applied as a
             linear layer.
         ignored: full checkpoint names of tensors that may be present and are not read.
-        others: prefix of another module's tensors; this module owns all tensors without the prefix.
+        others: prefixes of another module's tensors; this module owns all tensors without them.
             Empty if this module owns all tensors. None if it owns the tensors under `prefixes`.
     """
 
     prefixes: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
-    others: str | None = None
+    others: tuple[str, ...] | None = None
 
     def checkpoint_name(self, name: str) -> str:
         """Checkpoint name of a parameter."""
@@ -54,7 +54,7 @@ class WeightMap:
         if self.others is None:
             is_own = name.startswith(tuple(self.prefixes.values()))
         else:
-            is_own = not self.others or not name.startswith(self.others)
+            is_own = not name.startswith(self.others)
         return is_own and name not in self.ignored
 
 

@@ -40,7 +40,7 @@ class PoolingTransformer(Transformer):
             self.lm_head = None
             names = spec.checkpoint
             self.weight_map = WeightMap(
-                prefixes={"": names.text_prefix}, others=names.vision_prefix
+                prefixes={"": names.text_prefix}, others=names.vision_prefixes
             )
 
     def logits(

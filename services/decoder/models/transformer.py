@@ -231,7 +231,7 @@ class Transformer(nn.Module):
         self.weight_map = WeightMap(
             prefixes={"": spec.checkpoint.text_prefix} | head,
             ignored=frozenset({"lm_head.weight"}) if tied else frozenset(),
-            others=spec.checkpoint.vision_prefix,
+            others=spec.checkpoint.vision_prefixes,
         )
 
     def forward(

@@ -231,7 +231,11 @@ class Attention(nn.Module):
         """Computes the attention of `x`, `[N, hidden]`. Returns the result of `project_back`."""
         query, key, value = self._heads(x, layout)
         attended = self.ops.ragged_attention(query, key, value, layout.segments)
-        return project_back(attended.flatten(1), self.proj, residual, self.ops)
+        return project_back(attended.flatten(1), self.output, residual, self.ops)
+
+    @property
+    def output(self) -> Linear:
+        return self.proj
 
     def _heads(self, x: Tensor, layout: VisionLayout) -> tuple[Tensor, ...]:
         """Computes rotated queries, rotated keys, and values, `[N, heads, head_dim]` each."""

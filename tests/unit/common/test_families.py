@@ -383,6 +383,7 @@ def test_every_family_of_the_registry_reads(tmp_path: Path) -> None:
     tested = {config["architectures"][0] for config in CONFIGS.values()}
     assert set(FAMILIES) - tested == {
         "Qwen3Model",  # test_task.py
+        "PaddleOCRVLForConditionalGeneration",
         "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
         "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
@@ -422,7 +423,7 @@ PLACES = ("common/families", "encoder/models")
 
 def test_no_service_names_a_family_that_sees() -> None:
     """A family has a file of its spec, and its layers may have files in `models`."""
-    names = re.compile(r"qwen[-_. ]?(2[-_. ]?(5[-_. ]?)?vl|3[-_. ]?(vl|5))", re.IGNORECASE)
+    names = re.compile(r"qwen[-_. ]?(2[-_. ]?(5[-_. ]?)?vl|3[-_. ]?(vl|5))|paddle", re.IGNORECASE)
     root = Path(services.__path__[0])
     named = {
         path.relative_to(root).as_posix()

@@ -155,7 +155,7 @@ def test_kernels_of_ours_compile_and_fit(device: DeviceFacts, spec: TowerSpec) -
         assert needed <= HOPPER_SHARED_MEMORY and 2 * needed <= device.shared_memory_bytes
 
 
-@pytest.mark.parametrize("name", ["h200", "l40s"])
+@pytest.mark.parametrize("name", ["l40s", pytest.param("h200", marks=pytest.mark.nightly)])
 def test_kernels_of_windows_compile(name: str) -> None:
     """What other towers do not call, and patches whose side is no power of two."""
     pytest.importorskip("triton")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.attention.segments import Segments
 from kernels.tower import plain
+from services.common.families.paddleocr_vl import SiglipTower
 from services.common.families.qwen2_5_vl import WindowTower
 from services.common.families.qwen2_vl import PlainTower
 from services.common.families.qwen3_vl import DeepStackTower
@@ -25,6 +26,7 @@ CPU = torch.device("cpu")
 SPEC = DeepStackTower(3, 48, 96, 3, 3, 16, 2, 2, 40, 36, (0, 1))
 SPECS = {
     "qwen3_vl": SPEC,
+    "paddleocr_vl": SiglipTower(2, 48, 80, 3, 3, 16, 1, 2, 40, 36),
     "qwen2_vl": PlainTower(3, 48, 96, 3, 3, 16, 2, 2, 40),
     "qwen2_5_vl": WindowTower(3, 48, 80, 3, 3, 16, 2, 2, 40, 64, (1,)),
 }
