@@ -31,7 +31,7 @@ def created(directory: Path, ranks: Ranks) -> ModelRunner:
     options = RunnerOptions(
         model_directory=directory, device="cpu", max_num_sequences=3, max_batched_tokens=16,
         max_model_len=96, kv_cache_bytes=(NUM_BLOCKS + 1) * shape.block_bytes,
-        checkpoint_bytes=1 << 20,
+        checkpoint_bytes=1 << 20, max_drafts=2,
     )  # fmt: skip
     return create_runner(options, None, ranks)
 

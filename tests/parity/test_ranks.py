@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -66,6 +67,15 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "qwen3-vl-moe-transposed": lambda path: make_oracle(
         Tiny(4, 2, 32, (6, 5, 5), (0, 2), False, experts=EXPERTS), path
     ),
+    "qwen2-vl": lambda path: make_oracle(
+        Tiny(4, 4, 16, (2, 3, 3), (), True, family="qwen2_vl"), path
+    ),
+    "qwen2.5-vl": lambda path: make_oracle(
+        Tiny(4, 2, 16, (2, 3, 3), (), False, family="qwen2_5_vl"), path
+    ),
+    "paddleocr-vl-biases": lambda path: make_oracle(
+        Tiny(4, 2, 16, (2, 3, 3), (), True, hidden=48, family="paddleocr_vl"), path
+    ),
     "qwen3.5": lambda path: make_qwen3_5(Hybrid(4, 2, 32, (2, 1, 1), 2, 4, 16, 16, True), path),
     "qwen3.5-one-kv-head": lambda path: make_qwen3_5(
         Hybrid(2, 1, 64, (3, 3, 2), 2, 2, 16, 24, False, partial=0.25), path
@@ -76,7 +86,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
 }  # fmt: skip
 
 
-def make_fp8(directory: Path, name: str, fields: dict, **options: object) -> None:
+def make_fp8(directory: Path, name: str, fields: dict, **options: Any) -> None:
     kind = Qwen3MoeConfig if "num_experts" in fields else Qwen3Config
     source = directory.parent / f"source of {directory.name}"
     make_text_oracle(kind(**fields), source)
@@ -163,7 +173,7 @@ ENGINES = ["qwen3-vl", "qwen3.5"]
 FOUR = ["qwen3-one-kv-head-tied"]  # more ranks than key heads
 # What is cut in the same way as one of the others is cut every night.
 _NIGHTLY = {
-    "qwen2-biases", "qwen3-vl-moe-transposed", "qwen3.5-one-kv-head", "fp8-channel",
+    "qwen2-biases", "qwen2-vl", "qwen3-vl-moe-transposed", "qwen3.5-one-kv-head", "fp8-channel",
     "modelopt-channel", "modelopt-block-experts",
     "fp8-channel-experts", "fp8-block-experts", "nvfp4", "mxfp8", "packed-awq",
     "packed-gptq", "packed-ct-experts",
