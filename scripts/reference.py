@@ -277,6 +277,23 @@ def _qwen3_5(hidden: int, inner: int, layers: int, heads: int, values: int, tied
     )
 
 
+def _sectioned(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int) -> TextSpec:
+    """Qwen2.5-VL, of which the smallest has tied embeddings, or PaddleOCR-VL."""
+    return TextSpec(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope=RopeSpec(theta=1e6, rotary_dim=128),
+        max_position_embeddings=128_000,
+        tie_word_embeddings=hidden == 2048,
+    )
+
+
 # Name -> language model, and whether it shares its card with an encoder.
 MODELS: dict[str, tuple[TextSpec, bool]] = {
     "Qwen3-VL-2B": (TEXT_SHAPES["2b"], True),
@@ -286,6 +303,9 @@ MODELS: dict[str, tuple[TextSpec, bool]] = {
     "Qwen3-8B": (TEXT_SHAPES["8b"], False),
     "Qwen3-VL-32B": (TEXT_SHAPES["32b"], True),
     "Qwen3-VL-30B-A3B": (TEXT_SHAPES["30b-a3b"], True),
+    "Qwen2.5-VL-3B": (_sectioned(2048, 11008, 36, 16, 2, 151936), True),
+    "Qwen2.5-VL-7B": (_sectioned(3584, 18944, 28, 28, 4, 152064), True),
+    "PaddleOCR-VL": (_sectioned(1024, 3072, 18, 16, 2, 103424), True),
     "Qwen3.5-4B": (_qwen3_5(2560, 9216, 32, 16, 32, True), True),
     "Qwen3.5-27B": (_qwen3_5(5120, 17408, 64, 24, 48, False), True),
 }
