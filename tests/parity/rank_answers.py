@@ -2,6 +2,7 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +54,8 @@ def answers(directory: Path, ranks: Ranks = ALONE, link: socket.socket | None = 
     """
     runner = leading = created(directory, ranks)
     if link is not None:
-        leading = LeadingRunner(runner, OneRank(link))
+        other: Any = OneRank(link)
+        leading = LeadingRunner(runner, other)
     engine = Engine(leading, overlap=True)
     small_pieces(engine)
     generates = runner.info.task == "generate"
