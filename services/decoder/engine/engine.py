@@ -128,9 +128,9 @@ class Engine:
         self.gate = MaskGate(info.vocab_size, clock)
         self._events: list[SequenceEvent] = []
         self._images_read: list[ImagesOf] = []
-        # End events of sequences whose images a step in flight may read, with the step's number.
-        # When the front gets the event, it gives the memory of the images to other images. The
-        # event therefore waits until the step is done.
+        # When the front gets the end event of a sequence, it gives the memory of the sequence's
+        # images to other images. If a step in flight may still read them, the event waits here,
+        # with the number of that step, until the step is done.
         self._delayed: list[tuple[int, SequenceEvent]] = []
         self._num_prompt_tokens = 0
         self._sent = _gauges(self.stats())  # the gauges of the last `StepDone`

@@ -122,8 +122,8 @@ class DecoderFront(InputListener):
         source: source of the images' embeddings. The front closes it.
         masks: processes that compute token masks. The front starts and closes them.
         metrics: metrics of the decoder.
-        capacity: counter of the sequences of each tenant. It allows `max_sequences` in all, and a
-            single tenant at most three quarters of them.
+        capacity: counter of the sequences of each tenant. It limits their total number, and allows
+            a single tenant at most three quarters of that number.
         adapters: adapters of the engine. Defaults to none.
         max_queued_bytes: largest estimated size of a stream's unread events. If a gateway reads so
             slowly that there are more, its sequences are aborted.

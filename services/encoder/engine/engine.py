@@ -12,8 +12,8 @@ run. It passes through four kinds of threads:
    one of them to others.
 3. The loop puts jobs that can run into the batcher, launches batches on the device, and reports the
    end of each job to the front. No other thread uses the batcher.
-4. The waiter waits for the device, and reports each feature of a batch when it is in the arena. No
-   thread but loop and waiter uses the runner.
+4. The waiter waits for the device, and reports each feature of a batch when it is in the arena.
+   Only the loop and the waiter use the runner.
 
 The other threads hand results to the loop through one mailbox. If an image cannot be decoded, its
 job fails alone. If a batch fails on the device, its jobs run again, together and then in ever
@@ -56,8 +56,8 @@ from services.encoder.engine.preparation_queue import PreparationQueue
 from services.encoder.engine.runner import LaunchedBatch, Runner
 from services.encoder.engine.video_turns import VideoTurns
 
-# Most batches that are launched at a time: one runs, and one is queued on the device after it, so
-# that the device is never idle.
+# Number of batches that may be launched at a time. One runs, and one is queued on the device after
+# it, so that the device is never idle.
 _MAX_LAUNCHED = 2
 
 

@@ -51,8 +51,8 @@ class TowerTier(Tier[Work]):
         metrics: the encoder's metrics.
         sources: store of the inputs of recent embeddings. If an embedding is evicted before it is
             fetched, it is computed again from these inputs.
-        max_queued_bytes: the most bytes of files of the images that the engine has. Further images
-            are refused.
+        max_queued_bytes: largest total size of the image files that are queued in the engine.
+            Further images are refused.
     """
 
     name = "tower"

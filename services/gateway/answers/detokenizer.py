@@ -4,8 +4,8 @@ A part is a piece of text, of reasoning, or of a tool call. `ChatService.answer`
 each choice to a `Choice`, which returns an `Update` per event. A token may end in the middle of a
 character, so bytes wait until the character is complete. Text that may be the beginning of a stop
 string waits, too: with the stop string `END`, the text `the E` yields `the `, and `E` waits for the
-next token. The cost per token does not grow with the length of the answer. No input is an error:
-bytes that are not UTF-8 become U+FFFD, and an incomplete character at the end is left out.
+next token. The cost per token does not grow with the length of the answer. Bytes that
+are not UTF-8 become U+FFFD, and an incomplete character at the end is left out.
 """
 
 import codecs

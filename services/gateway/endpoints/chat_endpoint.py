@@ -58,7 +58,7 @@ async def _stream(context: RequestContext, completion: Completion) -> None:
     for choice in range(len(completion.choices)):
         # All choices have the same prompt, so only the chunk of choice 0 carries the prompt's ids.
         chunks.append(writer.role(choice, usage, None if choice else prompt_ids))
-        # With `echo`, the last message of the request is an assistant's, which the model continues.
+        # With `echo`, the model continues the last message of the request, an assistant message.
         # The answer begins with the text of that message.
         if echoed := request.echoed:
             chunks.append(writer.update(Update(choice, [Text(echoed)], None, None), usage))

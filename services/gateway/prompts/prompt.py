@@ -176,8 +176,8 @@ class PromptBuilder:
         return num_patches * self._geometry.patch_size**2
 
     def _frames(self, video: Video) -> tuple[Int32s, Sequence[int]]:
-        """Returns the token ids that replace a video's placeholder, and the index of the first
-        placeholder token of each frame pair among them.
+        """Returns the token ids of a video, which replace its placeholder in the prompt, and for
+        each frame pair the index of its first token in these ids.
         """
         assert self._pairs is not None
         texts = map(self._tokenizer.encode_text, self._pairs.texts(video.times))

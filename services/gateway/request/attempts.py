@@ -46,8 +46,8 @@ MAX_MOVES = 2
 # After the answer has ended, encode calls have this many seconds to report where embeddings came
 # from, because a client with `include_stage_times` wants to know.
 _SOURCES_GRACE_S = 0.05
-# Most bytes of events that may wait until the client reads them: some 10,000 tokens without
-# logprobs, or some hundreds with all logprobs.
+# Largest size in bytes of the events that wait until the client reads them. This is enough for some
+# 10,000 tokens without logprobs, or some hundreds with all logprobs.
 MAX_WAITING_BYTES = 4 << 20
 # The waiting bytes are charged to the request's memory in steps of this size.
 _WAITING_STEP_BYTES = 64 << 10
@@ -405,8 +405,8 @@ class Attempts:
             # that error is the cause of the loss.
             await self._encodes.record_undelivered(error)
         elif isinstance(error, ProcessLost):
-            # An encoder was lost, so all calls to it end soon. They are awaited, because each call
-            # tells `Losses` its image, and one of these images may have killed the encoder.
+            # An encoder was lost, so all calls to it end soon. They are awaited, because one of
+            # their images may have killed the encoder, and each call reports its image to `Losses`.
             await self._encodes.await_outcomes(failure.pod)
         log.warning("%s %s failed: %s", failure.service, failure.pod, error.message)
         self._losses.check()

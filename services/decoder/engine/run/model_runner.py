@@ -65,7 +65,7 @@ class ModelRunner:
 
     @property
     def kernel_calls(self) -> dict[str, int]:
-        """Number of kernel calls by "operation=implementation", with those in replayed graphs."""
+        """Number of kernel calls by "operation=implementation", including calls in graphs."""
         calls = self._model.ops.table.calls()
         return {f"{operation}={name}": count for (operation, name), count in calls.items()}
 

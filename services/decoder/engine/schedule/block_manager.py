@@ -84,8 +84,8 @@ class BlockManager:
         return prefix
 
     def can_allocate(self, num_tokens: int, prefix: list[int], keep_free: int = 0) -> bool:
-        """Returns whether a sequence of `num_tokens` tokens that shares the blocks `prefix` can get
-        its other blocks, so that `keep_free` blocks stay free.
+        """Returns whether there are enough free blocks for a sequence of `num_tokens` tokens that
+        shares the blocks `prefix`. At least `keep_free` blocks must then stay free.
         """
         # Blocks of the prefix that no sequence owns are free now, and will not be free afterwards.
         revived = sum(1 for block in prefix if self.references[block] == 0)

@@ -62,7 +62,7 @@ class Prefills:
         self._num_admissions = 0
         self._step = 0
         # The value of `_fitting_state` at the last time that the first waiting sequence did not
-        # fit. It is tried again only when the state has changed.
+        # fit. The sequence is tried again only when this value has changed.
         self._refused = (-1, 0, 0)
 
     @property
@@ -229,8 +229,8 @@ class Prefills:
             if self.fits(head, prefix, self.watermark if others else 0):
                 self._admit(head, prefix)
                 return head
-            # A stalled sequence may be preempted, unless this very step has a chunk of it, or the
-            # head alone is background work.
+            # A stalled sequence may be preempted if this step has no chunk of it. Background work
+            # preempts only background work.
             stalled = [s for s in self.stalled.values() if s.last_prefill_step != self._step]
             victims = [s for s in stalled if s.message.background >= head.message.background]
             if not victims:

@@ -296,7 +296,7 @@ class Scheduler:
 
     def _victim(self) -> Sequence:
         """Returns the sequence to preempt next: of the stalled sequences, the one that was admitted
-        last. If none is stalled, or if there is work in the background, `Admission` chooses.
+        last. `Admission` chooses if none is stalled, or if a sequence has background work.
         """
         victim = self.prefills.waiting.victim(self.running())
         if self.prefills.stalled and not victim.message.background:
@@ -306,8 +306,8 @@ class Scheduler:
     def _yield_rows(self) -> None:
         """Makes room for the first waiting sequence if its tenant has few rows: preempts sequences
         of tenants with many rows (`Admission.yielding`) until the waiting sequence can be admitted.
-        Nothing is preempted for a sequence that cannot be admitted yet because it was itself
-        preempted and has tokens in flight.
+        A waiting sequence with tokens in flight cannot be admitted yet, so nothing is preempted
+        for it. It has such tokens if it was itself preempted.
         """
         prefills = self.prefills
         running = self.running()
