@@ -48,8 +48,8 @@ class Lookup(Generic[Inputs]):
         placed: future of the `EmbeddingWrite`, through which a tier writes the embedding into its
             entry. It is done when the entry has been reserved.
         seconds: duration of each stage of the lookup, by the stage's name.
-        task: the task that asks the tiers, with its waiters. Its result is the name of the tier
-            that had the embedding. It is deleted when the lookup ends.
+        task: the task that asks the tiers. It knows who waits for it. Its result is the name of
+            the tier that had the embedding. It is deleted when the lookup ends.
     """
 
     store: "EmbeddingStore[Inputs]"

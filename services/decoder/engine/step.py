@@ -180,7 +180,7 @@ class SampleStep(msgspec.Struct):
             `PendingStep.sample` is called.
         followers: ids of the tokens that follow each token of the runs in `ComputeStep.scored`.
         draft_counts: the drafts that penalties count. None if no row with penalties has drafts.
-        num_drafts: number of tokens that the model drafts behind the sampled ones.
+        num_drafts: number of tokens that the model drafts after each sampled token.
     """
 
     row_starts: list[RowSampling] = []

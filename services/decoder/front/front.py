@@ -70,7 +70,8 @@ class Stream:
 
     Attributes:
         outbox: queue of events for the gateway.
-        sequences: the gateway's sequences that are not reported yet, by the gateway's id.
+        sequences: the gateway's sequences that are not reported yet, by the id that the
+            gateway has given each of them.
         half_closed: True once the gateway has said that it submits no more sequences.
     """
 

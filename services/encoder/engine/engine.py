@@ -8,8 +8,8 @@ run. It passes through four kinds of threads:
    the next batch is prepared while the device works.
 2. The threads of the preprocessing pool prepare jobs. The job of the lowest rank comes first; ranks
    are assigned by the front, fairly among tenants. The frames of a video are decoded in their
-   order, by one thread at a time. If there are several threads, one tenant's videos leave at least
-   one of them to others.
+   order, by one thread at a time. If there are several threads, the videos of one tenant
+   never occupy all threads.
 3. The loop puts jobs that can run into the batcher, launches batches on the device, and reports the
    end of each job to the front. No other thread uses the batcher.
 4. The waiter waits for the device, and reports each feature of a batch when it is in the arena.

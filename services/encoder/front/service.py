@@ -233,8 +233,8 @@ class EncoderServicer(Servicer):
     async def _upload(self, context: grpc.aio.ServicerContext) -> bytes:
         """Stores the file of a call, and returns its digest.
 
-        `Upload` itself does not hold the message, so that a failed call frees it: `_fail` clears
-        the local variables of this function, but cannot clear those of `Upload`.
+        The message is a variable of `_upload` and not of `Upload`, so that it is freed if the call
+        fails: `_fail` clears the variables of `_upload`, but cannot clear those of `Upload`.
         """
         async with self.messages.read(context, pb.UploadRequest) as message:
             return await self._files.put(message.tenant, message.file)

@@ -42,9 +42,9 @@ async def chat_completions(context: RequestContext, body: Body) -> None:
 async def _stream(context: RequestContext, completion: Completion) -> None:
     """Sends the answer's chunks while the decoder generates its tokens.
 
-    The first chunk of a choice has its role (`assistant`) and no text. It waits for the first batch
-    of updates, which have the answer's text, and is sent with them. If an error comes before that
-    batch, nothing has been sent, so the client gets an HTTP error instead of an error event.
+    The first chunk of a choice has its role (`assistant`) and no text. It is sent together with the
+    first batch of updates, in which the text begins. If an error comes before that batch, nothing
+    has been sent, so the client gets an HTTP error instead of an error event.
     """
     service, exchange, request = context.service, context.exchange, completion.chat
     # With `include_usage`, the numbers of tokens are in the last chunk; with `usage_in_chunks`,

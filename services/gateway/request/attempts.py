@@ -346,8 +346,8 @@ class Attempts:
                 # `Overloaded` means that the client reads too slowly. All other failures are failed
                 # encode calls. They do not matter once the decoder has sent a token: it then has
                 # the embeddings of all images, also of the image whose call failed, because it
-                # found that embedding in its own memory or in Redis. Logprobs of a prompt are no
-                # such proof, because they come for the tokens before a missing image, too.
+                # found that embedding in its own memory or in Redis. Logprobs of a prompt
+                # prove nothing, because those of the tokens before a missing image come, too.
                 if isinstance(message, Overloaded) or not (has_tokens or _have_tokens(events)):
                     return events, message
                 continue

@@ -296,7 +296,7 @@ class Scheduler:
 
     def _victim(self) -> Sequence:
         """Returns the sequence to preempt next: of the stalled sequences, the one that was admitted
-        last. `Admission` chooses if none is stalled, or if a sequence has background work.
+        last. `Admission` chooses it if none is stalled, and prefers sequences with background work.
         """
         victim = self.prefills.waiting.victim(self.running())
         if self.prefills.stalled and not victim.message.background:
@@ -306,8 +306,8 @@ class Scheduler:
     def _yield_rows(self) -> None:
         """Makes room for the first waiting sequence if its tenant has few rows: preempts sequences
         of tenants with many rows (`Admission.yielding`) until the waiting sequence can be admitted.
-        A waiting sequence with tokens in flight cannot be admitted yet, so nothing is preempted
-        for it. It has such tokens if it was itself preempted.
+        Nothing is preempted while the waiting sequence has tokens in flight, because it cannot be
+        admitted yet. It may have some if it has just been preempted itself.
         """
         prefills = self.prefills
         running = self.running()
