@@ -17,7 +17,7 @@ def write_image_processor(directory: Path, min_pixels: int, max_pixels: int) -> 
         "merge_size": tower["spatial_merge_size"],
         "temporal_patch_size": tower.get("temporal_patch_size", 1),
     }
-    if config["model_type"] == "paddleocr_vl":
+    if config.get("model_type") == "paddleocr_vl":
         options["image_processor_type"] = "PaddleOCRVLImageProcessor"
     (directory / "preprocessor_config.json").write_text(json.dumps(options))
 
