@@ -503,6 +503,7 @@ def goes_first(pid: int) -> bool:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 900
 
 
+@pytest.mark.nightly
 async def test_the_grammars_of_all_sequences_are_bounded(model):
     """Those that find no memory wait, or are an overload."""
     most, count = 32 << 20, 48

@@ -464,14 +464,9 @@ def test_a_decoder_of_less_memory_fits_again_after_it_was_away(pair, restart_as)
     pool = pair.gateway.service.decoders
     first, served = pair.decoders[0], pool.served
     restart_as(first, max_model_len=2048)
+    pair.wait(lambda: len(pool.misfits()) == 1)
     served.max_model_len = 2048  # as when both had been there from the start
-
-    def knows_both() -> bool:
-        """Before it has seen the restart, the first one is well, too, with its former context."""
-        contexts = {p.address: p.description.max_model_len for p in pool.healthy()}
-        return len(contexts) == 2 and contexts[first.address] == 2048
-
-    pair.wait(knows_both)
+    pair.wait(lambda: len(pool.healthy()) == 2)
     answer(pair.chat())
     try:
         pair.thread.run(first.stop())

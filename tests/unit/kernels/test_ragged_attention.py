@@ -22,6 +22,7 @@ from kernels.attention.segments import (
     list_work,
 )
 from kernels.device import KNOWN_DEVICES
+from tests.cases import first
 from tests.gpu_compiler import compile_for_hopper, copies_see_their_barriers
 
 CPU = torch.device("cpu")
@@ -95,7 +96,8 @@ def test_each_head_dim_is_compiled() -> None:
     assert {head_dim for _, _, head_dim in COMPILED} == set(HOPPER_HEAD_DIMS)
 
 
-@pytest.mark.parametrize(("dtype", "block", "head_dim"), COMPILED)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("dtype", "block", "head_dim"), first(2, COMPILED))
 def test_the_kernel_compiles_for_hopper(dtype: str, block: int, head_dim: int) -> None:
     """Two CTAs share an SM, so that the GEMMs of one overlap the softmax of the other."""
     kernel = compiled(dtype, head_dim, block)

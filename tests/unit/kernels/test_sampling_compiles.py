@@ -10,25 +10,29 @@ pytest.importorskip("triton")
 from kernels.device import KNOWN_DEVICES
 from kernels.sampling import greedy, penalties, top_k_top_p_sampling
 from kernels.sampling.sampling import MaskedRows
+from tests.cases import first
 from tests.gpu_compiler import compiled_launches
 from tests.sampling_twins import Row, mask_of, sampling_inputs
 
 VOCAB_SIZE = 151_936
 KERNELS = {"_row_max_kernel", "_threshold_kernel", "_kept_mass_kernel", "_inverse_cdf_kernel"}
+GPUS = ["h200", "l40s", *(gpu for gpu in KNOWN_DEVICES if gpu not in ("h200", "l40s"))]
 EVERYTHING, NOTHING = Row(1.0, top_k=20, top_p=0.9), Row(1.0)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "row", "masked", "dtype"),
-    [  # each GPU and each way; the H200 runs all of them in tests/gpu
-        ("h200", EVERYTHING, True, torch.bfloat16),
-        ("h100", EVERYTHING, True, torch.bfloat16),
-        ("rtx-pro-6000", EVERYTHING, True, torch.bfloat16),
-        ("a100", EVERYTHING, False, torch.bfloat16),
-        ("b200", EVERYTHING, True, torch.float32),
-        ("l40s", NOTHING, True, torch.bfloat16),
-    ],
-)
+# Each GPU and each way at night; the H200 runs all of them in tests/gpu.
+WAYS = [
+    ("h200", EVERYTHING, True, torch.bfloat16),
+    ("l40s", NOTHING, True, torch.bfloat16),
+    ("a100", EVERYTHING, False, torch.bfloat16),
+    ("b200", EVERYTHING, True, torch.float32),
+    ("h100", EVERYTHING, True, torch.bfloat16),
+    ("rtx-pro-6000", EVERYTHING, True, torch.bfloat16),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("gpu", "row", "masked", "dtype"), first(2, WAYS))
 def test_sampling_kernels_compile(gpu: str, row: Row, masked: bool, dtype: torch.dtype) -> None:
     facts = KNOWN_DEVICES[gpu]
     mask = mask_of(np.ones(VOCAB_SIZE, np.bool_)) if masked else None
@@ -44,7 +48,8 @@ def test_sampling_kernels_compile(gpu: str, row: Row, masked: bool, dtype: torch
     assert all("ld.global" in launch.ptx for launch in launches)
 
 
-@pytest.mark.parametrize("gpu", KNOWN_DEVICES)
+@pytest.mark.thorough
+@pytest.mark.parametrize("gpu", first(2, GPUS))
 def test_penalty_kernels_compile(gpu: str) -> None:
     facts = KNOWN_DEVICES[gpu]
     inputs = sampling_inputs([NOTHING] * 2, np.full(2, 0.5), VOCAB_SIZE, torch.device("cpu"))
@@ -56,7 +61,8 @@ def test_penalty_kernels_compile(gpu: str) -> None:
     assert all(launch.shared_bytes <= facts.shared_memory_bytes for launch in launches)
 
 
-@pytest.mark.parametrize("gpu", KNOWN_DEVICES)
+@pytest.mark.thorough
+@pytest.mark.parametrize("gpu", first(2, GPUS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_greedy_kernels_under_masks_compile(gpu: str, dtype: torch.dtype) -> None:
     facts = KNOWN_DEVICES[gpu]
