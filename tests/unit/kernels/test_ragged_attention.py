@@ -43,10 +43,10 @@ def test_each_row_attends_once_to_its_segment(lengths: list[int], block: int) ->
     ends = np.cumsum(lengths)
     segments = np.repeat(np.stack((ends - lengths, ends), axis=1), lengths, axis=0)
     seen = np.full((sum(lengths), 2), -1)
-    for first, size, begin, end in items[1:].tolist():
+    for row, size, begin, end in items[1:].tolist():
         assert 0 < size <= block
-        assert (seen[first : first + size] == -1).all()
-        seen[first : first + size] = begin, end
+        assert (seen[row : row + size] == -1).all()
+        seen[row : row + size] = begin, end
     assert (seen == segments).all()
 
 
