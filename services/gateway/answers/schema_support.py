@@ -99,6 +99,7 @@ _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _COUNTS = frozenset(
     ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 )
+_NUMBERS = _COUNTS | LOWER_BOUNDS | UPPER_BOUNDS | {"multipleOf"}
 _BESIDE_REFERENCES = frozenset(
     ("$ref", "$defs", "definitions", "$schema", "$id", "$anchor", "title", "description", "default")
 )
@@ -267,6 +268,11 @@ class _Reader:
             place = f"{path}.{keyword}"
             if keyword in _ANNOTATIONS:
                 continue
+            if keyword in _NUMBERS and not _is_number(value):
+                # Values elsewhere were corrected before (`schema_dialects`). This schema is the
+                # value of an unknown keyword, which a reference may still name.
+                self._place.refuse(place, f"{keyword} without a number")
+                continue
             if keyword in _LITERALS:
                 self._check_numbers(keyword, value, place)
                 found[keyword] = whole(value)
@@ -373,7 +379,9 @@ class _Reader:
         is_closed = found.get("additionalProperties") is False and not _NAMING & found.keys()
         names: list[Any] = []
         for index, name in enumerate(cast("list[Any]", required)):
-            if name not in properties and is_closed:
+            if not isinstance(name, str):
+                self._place.refuse(f"{path}.required[{index}]", "a name that is not a string")
+            elif name not in properties and is_closed:
                 what = "a required property that is not in properties"
                 self._place.refuse(f"{path}.required[{index}]", what)
             elif name in properties and not self._parameters.types(properties[name]):
@@ -410,3 +418,7 @@ class _Reader:
                             f"{path}.{keyword}", f"{keyword} beside optional properties"
                         )
                         del found[keyword]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

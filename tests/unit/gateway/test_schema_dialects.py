@@ -3,6 +3,7 @@ refused by the function and the keyword's place, never in the words of the gramm
 """
 
 import json
+from contextlib import suppress
 from copy import deepcopy
 
 import pytest
@@ -10,11 +11,11 @@ import pytest
 pytest.importorskip("llguidance")  # the decoder's
 from llguidance import LLMatcher, LLTokenizer
 
-from services.common.errors import InvalidGrammar, InvalidRequest
+from services.common.errors import InvalidGrammar, InvalidRequest, TriptychError
 from services.gateway.answers.grammar import Grammar
 from services.gateway.answers.schema_dialects import READERS, standard_schema
 from services.gateway.answers.schema_place import SchemaPlace
-from services.gateway.answers.schema_support import UNSUPPORTED
+from services.gateway.answers.schema_support import UNSUPPORTED, held_to
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS, Qwen3CoderParser
 from services.gateway.answers.tool_use import ToolCalls
@@ -336,6 +337,21 @@ def test_no_value_of_a_keyword_ends_another_function(keyword, strict, tokenizer,
             assert not accepts(found, tokenizer, call(form, "other", n=10)), value
             num_served += 1
     assert num_served
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_values_below_an_unknown_keyword_are_read_or_refused(keyword, strict):
+    """They are no schema, unless a reference names them, so nothing has corrected them before."""
+    odd = (*VALUES, [["string"]], [{}], {"a": [1]})
+    for value in odd:
+        for other in ("minItems", "maximum", "required", "properties"):
+            for beside in ([["string"]], {}, None, "x"):
+                schema = {"type": "object", "x-a": {keyword: value, other: beside}}
+                with suppress(TriptychError):
+                    found = held_to(schema, SchemaPlace("parameters", "send", strict=strict))
+                    names = found["x-a"].get("required", [])
+                    assert not isinstance(names, list) or all(isinstance(n, str) for n in names)
 
 
 @pytest.mark.parametrize("keyword", KEYWORDS)
