@@ -118,10 +118,8 @@ class AdapterStack:
 
     def check(self, part: str, factors: LowRank) -> str:
         """Returns why a module's factors do not fit the layer, or an empty string."""
-        found, wanted = (
-            (len(factors.b), factors.a.shape[1]),
-            (self.rows[part].size, self.columns.size),
-        )
+        found = len(factors.b), factors.a.shape[1]
+        wanted = self.rows[part].size, self.columns.size
         if found != wanted:
             return f"is {list(found)}, the model has {list(wanted)}"
         if factors.rank > self.rank:

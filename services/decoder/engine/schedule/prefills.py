@@ -194,8 +194,8 @@ class Prefills:
         """
         start = sequence.num_computed_tokens
         end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
-        # The step may save recurrent states, and `states.plan` chooses their slots. The
-        # slots from which sequences in `admitted` start in this step must not be overwritten.
+        # The step may save recurrent states, and `states.plan` chooses their slots. The slots from
+        # which sequences in `admitted` start in this step must not be overwritten.
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)
         length = end - start
         samples = end == len(sequence.token_ids)
