@@ -36,9 +36,7 @@ def _stack(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
 @pytest.fixture
 def stack(_stack) -> Iterator[GatewayStack]:
     """One encoder and one decoder, reset."""
-    _stack.reset()
-    yield _stack
-    _stack.wait(lambda: _stack.gateway.admission.num_running == 0)
+    yield from _stack.lend()
 
 
 @pytest.fixture(scope="session")
@@ -54,9 +52,7 @@ def _thinking(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
 @pytest.fixture
 def thinking(_thinking) -> Iterator[GatewayStack]:
     """A text model whose template thinks, reset."""
-    _thinking.reset()
-    yield _thinking
-    _thinking.wait(lambda: _thinking.gateway.admission.num_running == 0)
+    yield from _thinking.lend()
 
 
 @pytest.fixture(scope="session")
@@ -72,9 +68,7 @@ def _pair(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
 @pytest.fixture
 def pair(_pair) -> Iterator[GatewayStack]:
     """Two encoders and two decoders, reset."""
-    _pair.reset()
-    yield _pair
-    _pair.wait(lambda: _pair.gateway.admission.num_running == 0)
+    yield from _pair.lend()
 
 
 def image_url(width: int = 40, height: int = 30, color: tuple[int, int, int] = (255, 0, 0)) -> str:

@@ -4,10 +4,10 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx2
 
@@ -172,6 +172,14 @@ class GatewayStack:
                     await asyncio.sleep(0.01)
 
         self.thread.run(reset())
+
+    def lend(self) -> Iterator[Self]:
+        """Yields the stack, reset, and then waits for the end of its requests: the body of a
+        fixture that lends a stack to one test after another.
+        """
+        self.reset()
+        yield self
+        self.wait(lambda: self.gateway.admission.num_running == 0)
 
     def close(self) -> None:
         async def close() -> None:

@@ -65,9 +65,7 @@ def _embedder(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
 @pytest.fixture
 def embedder(_embedder) -> Iterator[GatewayStack]:
     """A gateway of Qwen3-VL-Embedding's kind, reset."""
-    _embedder.reset()
-    yield _embedder
-    _embedder.wait(lambda: _embedder.gateway.admission.num_running == 0)
+    yield from _embedder.lend()
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +82,7 @@ def _text(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
 @pytest.fixture
 def text(_text) -> Iterator[GatewayStack]:
     """A gateway of Qwen3-Embedding's kind with two decoders, reset."""
-    _text.reset()
-    yield _text
-    _text.wait(lambda: _text.gateway.admission.num_running == 0)
+    yield from _text.lend()
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +95,7 @@ def _reranker(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
 @pytest.fixture
 def reranker(_reranker) -> Iterator[GatewayStack]:
     """A gateway of Qwen3-VL-Reranker's kind, reset."""
-    _reranker.reset()
-    yield _reranker
-    _reranker.wait(lambda: _reranker.gateway.admission.num_running == 0)
+    yield from _reranker.lend()
 
 
 def post(stack: GatewayStack, path: str, **fields: object) -> httpx2.Response:
