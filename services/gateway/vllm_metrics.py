@@ -82,15 +82,18 @@ class VllmMetrics(Collector):
         yield self._adapters(loads)
 
     def _adapters(self, loads: list[pb.LoadResponse]) -> Metric:
-        """Returns the adapters that are loaded, whose value is the time, as vLLM's. All of them
-        count as running, because a picker should treat an adapter that is loaded as ready.
+        """Returns the adapters by name. The value is the time, as vLLM's. All loaded adapters count
+        as running, because the pickers' protocol calls so the adapters that are ready for requests.
+        Those with sequences that have no token yet count as waiting, too.
         """
-        text = "Loaded adapters by name, and the most that can be loaded, under vLLM's name."
+        text = "Loaded adapters, those with waiting sequences, and the most that can be loaded."
         labels = ("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters")
         family = GaugeMetricFamily("vllm:lora_requests_info", text, labels=labels)
         if most := max((load.max_adapters for load in loads), default=0):
-            names = dict.fromkeys(adapter.name for load in loads for adapter in load.adapters)
-            family.add_metric([self._model_name, str(most), ",".join(names), ""], time.time())
+            adapters = [adapter for load in loads for adapter in load.adapters]
+            loaded = ",".join(dict.fromkeys(each.name for each in adapters))
+            waiting = ",".join(dict.fromkeys(each.name for each in adapters if each.num_waiting))
+            family.add_metric([self._model_name, str(most), loaded, waiting], time.time())
         return family
 
     def _copied(self, name: str, text: str, histogram: Histogram) -> Metric:

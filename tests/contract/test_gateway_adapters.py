@@ -73,7 +73,11 @@ def test_pickers_read_the_loaded_adapters(stack: GatewayStack) -> None:
         pods = stack.gateway.service.decoders
         stack.wait(lambda: any(found.max_adapters for found in pods.loads()))
         (line,) = [x for x in client.get("/metrics").text.splitlines() if x.startswith(info)]
-    assert 'max_lora="4"' in line and 'running_lora_adapters="sql"' in line
+        assert 'max_lora="4"' in line and 'running_lora_adapters="sql"' in line
+        assert 'waiting_lora_adapters=""' in line
+        stack.decoder.adapters["sql"].num_waiting = 2
+        stack.wait(lambda: any(a.num_waiting for found in pods.loads() for a in found.adapters))
+        assert 'waiting_lora_adapters="sql"' in client.get("/metrics").text
 
 
 def test_unloading_interrupts_no_stream(stack: GatewayStack) -> None:

@@ -17,14 +17,16 @@ class ResetPrefixCacheResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "digest", "root")
+    __slots__ = ("name", "digest", "root", "num_waiting")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: bytes
     root: str
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., root: _Optional[str] = ...) -> None: ...
+    num_waiting: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., root: _Optional[str] = ..., num_waiting: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("name", "directory")

@@ -35,6 +35,7 @@ class LoadedAdapter:
         root: directory of the adapter, or its name on the hub.
         slot: the adapter's slot in the engine.
         num_sequences: number of sequences that have not ended.
+        num_waiting: number of these sequences that have no token yet.
         is_leaving: True if the adapter was unloaded.
     """
 
@@ -43,6 +44,7 @@ class LoadedAdapter:
     root: str
     slot: int
     num_sequences: int = 0
+    num_waiting: int = 0
     is_leaving: bool = False
 
 
@@ -73,7 +75,12 @@ class AdapterTable:
     def described(self) -> list[pb.Adapter]:
         """Returns the adapters that new sequences may have."""
         return [
-            pb.Adapter(name=each.name, digest=each.digest, root=each.root)
+            pb.Adapter(
+                name=each.name,
+                digest=each.digest,
+                root=each.root,
+                num_waiting=each.num_waiting,
+            )
             for each in self._by_digest.values()
             if not each.is_leaving
         ]
@@ -91,12 +98,24 @@ class AdapterTable:
         if found is None or found.is_leaving:
             raise Unavailable("the adapter is not loaded on this decoder")
         found.num_sequences += 1
+        found.num_waiting += 1
         return found
 
-    def release(self, adapter: LoadedAdapter | None) -> None:
-        """Notes that a sequence has ended."""
+    def started(self, adapter: LoadedAdapter | None) -> None:
+        """Notes that a sequence has its first token."""
+        if adapter is not None:
+            adapter.num_waiting -= 1
+
+    def release(self, adapter: LoadedAdapter | None, *, had_started: bool = False) -> None:
+        """Notes that a sequence has ended.
+
+        Args:
+            adapter: adapter of the sequence. None for the base model.
+            had_started: True if `started` was called for the sequence.
+        """
         if adapter is not None:
             adapter.num_sequences -= 1
+            adapter.num_waiting -= not had_started
             self._free_slot_of(adapter)
 
     async def load(self, name: str, directory: str) -> None:

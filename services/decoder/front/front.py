@@ -433,6 +433,7 @@ class DecoderFront(InputListener):
         if transfer_s:
             metrics.transfer.observe(transfer_s)
         sequence.first_token_at = sequence.submitted_at + start.first_token_s
+        self.adapters.started(sequence.adapter)
         parent, submitted_at = sequence.span.traceparent, sequence.submitted_at
         if parent:
             record_span("queue", parent, submitted_at, start.first_scheduled_s)
@@ -505,7 +506,7 @@ class DecoderFront(InputListener):
         if sequence.deadline is not None:
             sequence.deadline.cancel()
         del self._sequences[sequence.number]
-        self.adapters.release(sequence.adapter)
+        self.adapters.release(sequence.adapter, had_started=sequence.first_token_at > 0)
         self._capacity.release(sequence.tenant, 1)
         self.images.remove(sequence.number)
         self._masks.remove(sequence.number)

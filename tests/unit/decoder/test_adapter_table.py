@@ -51,13 +51,18 @@ async def test_an_unloaded_adapter_keeps_its_slot_until_its_last_sequence_ends(t
     assert described.digest == named_digest("one", first) != named_digest("two", first)
     used = table.take(described.digest)
     assert used is not None and used.slot == 0 and table.take(b"") is None
+    assert table.described()[0].num_waiting == 1
+    table.started(used)
+    assert table.described()[0].num_waiting == 0
+    table.release(table.take(described.digest))  # a sequence that ends before its first token
+    assert table.described()[0].num_waiting == 0
     await table.unload("one")
     assert not table.described() and not engine.messages
     with pytest.raises(Unavailable):
         table.take(described.digest)
     with pytest.raises(InvalidRequest, match="all slots"):
         await table.load("two", str(second))
-    table.release(used)
+    table.release(used, had_started=True)
     assert engine.messages == [LoadAdapter(0, "")]
     table.answered(AdapterLoaded())
     await loaded(table, engine, "two", second)
