@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.nn.checkpoint import CheckpointError
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
+from services.decoder.engine.run.model_runner import ModelRunner
+from services.decoder.engine.run.pooling_runner import PoolingRunner
 from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
 from tests.engine_harness import small_pieces
 from tests.integrity import check_engine
@@ -274,6 +277,33 @@ def test_a_result_that_is_not_finite_is_an_error(bench: Bench) -> None:
 
 def test_the_engine_says_its_task(bench: Bench) -> None:
     assert bench.engine().info.task == bench.task
+
+
+class Allocated(TorchFunctionMode):
+    """Counts the bytes of the tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.num_bytes += made.nbytes if isinstance(made, torch.Tensor) else 0
+        return made
+
+
+def test_a_runner_for_search_has_no_memory_for_sampling(tmp_path: Path) -> None:
+    oracle = text_model(tmp_path, "qwen3-biases")
+    write_files(oracle.directory, EMBED_FILES)
+    options = {"device": "cpu", "max_num_sequences": 12, "kv_cache_bytes": 1 << 22}
+    runner = create_runner(RunnerOptions(model_directory=oracle.directory, **options))
+    assert isinstance(runner, PoolingRunner)
+    with Allocated() as allocated:
+        PoolingRunner(runner.computer, runner.pooler)
+    assert allocated.num_bytes == 0
+    with Allocated() as allocated:
+        ModelRunner(runner.computer)  # the control
+    assert allocated.num_bytes >= 4 * 12 * runner.info.vocab_size
 
 
 def test_a_reranker_without_its_head_is_refused(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ class ModelRunner:
 
     Args:
         computer: the part of the runner that every rank has.
+        num_sampled: number of rows that may be sampled. Defaults to all rows.
 
     Attributes:
         info: the engine's limits.
@@ -50,17 +51,16 @@ class ModelRunner:
         readback: copies results to the host.
     """
 
-    def __init__(self, computer: StepComputer) -> None:
+    def __init__(self, computer: StepComputer, num_sampled: int | None = None) -> None:
         info, model, rows = computer.info, computer.model, computer.state.rows
         device = rows.blocks.device
-        self.info = info
-        self.computer = computer
-        self.sampler = Sampler(info.max_num_sequences, info.vocab_size, device, model.ops)
+        num_sampled = info.max_num_sequences if num_sampled is None else num_sampled
+        self.info, self.computer = info, computer
+        self.sampler = Sampler(num_sampled, info.vocab_size, device, model.ops)
         self.readback = Readback(info.max_num_sequences, device)
-        self._model = model
+        self._model, self._staging = model, computer.staging
         self._last_tokens = rows.last_tokens
-        self._staging = computer.staging
-        self._masks = MaskBuffer(info.max_num_sequences, info.vocab_size, device)
+        self._masks = MaskBuffer(num_sampled, info.vocab_size, device)
         self._prepared: tuple[Step, StepInputs, Sampling] | None = None
 
     @property

@@ -13,6 +13,8 @@ from services.decoder.engine.run.model_runner import ModelRunner, Sampling
 from services.decoder.engine.run.pending_step import HostTokens
 from services.decoder.engine.run.sampler import Sampled
 from services.decoder.engine.run.step_computer import Computed, StepComputer
+from services.decoder.engine.run.step_inputs import StepInputs
+from services.decoder.engine.step import Step
 from services.decoder.models.pooling import Pooler
 
 
@@ -28,8 +30,12 @@ class PoolingRunner(ModelRunner):
     """
 
     def __init__(self, computer: StepComputer, pooler: Pooler) -> None:
-        super().__init__(computer)
+        # The sampler's counts of tokens would take 4 bytes per row and token of the vocabulary.
+        super().__init__(computer, num_sampled=0)
         self.pooler = pooler
+
+    def _stage(self, step: Step) -> tuple[Step, StepInputs, Sampling]:
+        return step, self.computer.stage(step.compute), None
 
     def sample(self, computed: Computed, sampling: Sampling) -> HostTokens:
         """Pools the hidden states of the samples, and starts to copy the results to the host.
