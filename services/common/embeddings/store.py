@@ -45,11 +45,12 @@ class Lookup(Generic[Inputs]):
             the decoder the address of an encoder.
         needs_bytes: True if the embedding has to be written into the arena. False if an embedding
             in Redis is enough, because other pods can read it there.
-        placed: future of the `EmbeddingWrite`, through which a tier writes the embedding into its
-            entry. It is done when the entry has been reserved.
+        placed: future whose result is the `EmbeddingWrite` through which a tier writes the
+            embedding into its entry. The future is done when the entry has been reserved.
         seconds: duration of each stage of the lookup, by the stage's name.
-        task: the task that asks the tiers. It knows who waits for it. Its result is the name of
-            the tier that had the embedding. It is deleted when the lookup ends.
+        task: the task that asks the tiers. It is cancelled when nobody waits for it any more. Its
+            result is the name of the tier that had the embedding. It is deleted when the lookup
+            ends.
     """
 
     store: "EmbeddingStore[Inputs]"
@@ -143,9 +144,9 @@ class _EntryClaim(Claim[ArenaEntry]):
         if entry := self.arena.get(self.key):
             self.arena.acquire(entry)
             return entry
-        # The entry may exist without an embedding: after a lookup was cancelled, a writer that has
-        # called `retain` may still write to it. `try_reserve` then raises a KeyError. The arena
-        # catches it, and calls `attempt` again when the entry is complete or freed.
+        # A writer of a cancelled lookup may still be writing to an entry of this key. `try_reserve`
+        # then raises a KeyError, and the arena calls `attempt` again when that entry is complete
+        # or freed.
         return self.arena.try_reserve(self.key, self.spec)
 
     def undo(self, result: ArenaEntry) -> None:

@@ -375,7 +375,8 @@ class Engine:
             if count != chunk.limit:
                 # A step may yield up to `limit` tokens for a sequence, and the scheduler has
                 # counted them all as computed. A sequence that was preempted meanwhile has no
-                # computed tokens, so there is nothing to correct.
+                # computed tokens and is not admitted again while tokens are in flight, so there
+                # is nothing to correct.
                 if sequence.state is SequenceState.RUNNING:
                     sequence.num_computed_tokens -= chunk.limit - count
                 if count == 0:
@@ -407,8 +408,8 @@ class Engine:
                 self._finish(sequence, reason, event=event)
                 continue
             events.append(event)
-            # `register` registers the blocks that are complete. The condition only avoids calls
-            # when the step's tokens cannot have completed a block.
+            # `register` registers complete blocks. The newest token is not computed yet. Therefore
+            # a block can have been completed only if the last block has at most `count` tokens.
             if len(sequence.token_ids) % block_size <= count:
                 self._blocks.register(sequence)
             if sequence.drafts is not None:

@@ -83,12 +83,13 @@ class RowSampling(msgspec.Struct, frozen=True):
 class ComputeStep(msgspec.Struct, array_like=True):
     """The part of a step that each rank computes.
 
-    The step has S chunks with T tokens together. A chunk is one sequence's part of the step: the
-    sequence's tokens [start, start + length) are computed. B of the chunks have the last token of
-    their sequence; the next token is sampled for these. A chunk is *from the device* if it consists
-    of the one token that its row has sampled last. The host may not have received this token yet.
-    These chunks come first. Other decodes follow, then prompts. K is the number of tokens of all
-    chunks that are not from the device. The *place* of a token is its index among the T tokens.
+    The step has S chunks with T tokens together. A chunk is one sequence's part of the step, or one
+    token of that part if the sequence has drafts: tokens [start, start + length) are computed. B of
+    the chunks have the last token of their sequence or a draft; a token is sampled for these. A
+    chunk is *from the device* if it consists of the one token that its row has sampled last. The
+    host may not have received this token yet. These chunks come first. Other decodes follow, then
+    prompts. K is the number of tokens of all chunks that are not from the device. The *place* of a
+    token is its index among the T tokens.
 
     For example, a step with two decodes, in rows 3 and 0, and the first 3 tokens of a longer prompt
     in row 1 has S = 3, T = 5, B = 2, K = 3, rows `[3, 0, 1]`, lengths `[1, 1, 3]`,
@@ -106,8 +107,8 @@ class ComputeStep(msgspec.Struct, array_like=True):
         positions: `[3, K]`, positions of the same tokens. The runner computes the positions of
             tokens from the device, with the position delta of their rows.
         limits: `[B]`, the most tokens that the step may yield for each chunk of `samples`. The
-            chunk's row has blocks for all of them except the last, whose keys and values the next
-            step computes. None if each limit is 1.
+            chunk's row needs no block for the last of them, because only the next step computes
+            its keys and values. None if each limit is 1.
         block_updates: `[U, 3]`, additions to block tables before the step runs: row, index of the
             first new entry, number of new entries.
         block_ids: the new entries of all U additions, one addition after the other.
@@ -124,8 +125,8 @@ class ComputeStep(msgspec.Struct, array_like=True):
             sequence of the step has an adapter.
         has_drafts: True if sequences verify drafts. Each of these sequences has several chunks of
             one token, one after the other (`schedule.chunk`).
-        folds: `[F, 2]`, accepted drafts that rows have not folded into their recurrent states yet:
-            index of the row's first chunk, number of drafts. None if there are none.
+        folds: `[F, 2]`, accepted drafts by which the rows' recurrent states are advanced in this
+            step: index of the row's first chunk, number of drafts. None if there are none.
     """
 
     rows: Int64Array
@@ -180,7 +181,7 @@ class SampleStep(msgspec.Struct):
             `PendingStep.sample` is called.
         followers: ids of the tokens that follow each token of the runs in `ComputeStep.scored`.
         draft_counts: the drafts that penalties count. None if no row with penalties has drafts.
-        num_drafts: number of tokens that the model drafts after each sampled token.
+        num_head_drafts: number of tokens that the model drafts after each sampled token.
     """
 
     row_starts: list[RowSampling] = []
@@ -189,7 +190,7 @@ class SampleStep(msgspec.Struct):
     late: Int64Array = _empty(np.int64)
     followers: Int32Array = _empty(np.int32)
     draft_counts: DraftCounts | None = None
-    num_drafts: int = 0
+    num_head_drafts: int = 0
 
 
 class Step(NamedTuple):
@@ -225,7 +226,7 @@ class StepOutput(NamedTuple):
     logprobs: dict[int, list[Logprobs]]  # by sample, one per token; for rows that request them
     scores: Sequence[Scores] = ()  # one for each of the P runs
     vectors: FloatArray | None = None  # [B, n] float32, of an embedding or reranking model
-    drafts: Int32Array | None = None  # [B, num_drafts], drafts of each sample, then -1
+    drafts: Int32Array | None = None  # [B, num_head_drafts], drafts of each sample, then -1
 
 
 class PendingStep(Protocol):

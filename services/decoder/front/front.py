@@ -1,11 +1,10 @@
 """The decoder's front: it passes sequences of all gateways to the engine, and their tokens back.
 
-The front also obtains the images of the sequences, and enforces their deadlines. A sequence ends in
-two steps. First its last event is put into the outbox of its gateway, with a finish reason or an
-error; the sequence is then *reported*. A step on the device may still read the sequence's
-images, so the front keeps them until the engine has ended the sequence, too. Then it removes the
-sequence. A gateway gets exactly one last event for each sequence id, whichever part of the decoder
-fails.
+The front also obtains the images of the sequences, and enforces their deadlines. When a sequence
+ends, the front puts the final event, with a finish reason or an error, into the outbox of the
+sequence's gateway; the sequence is then *reported*. The device may still be reading the sequence's
+images, so the front keeps them, and the sequence, until the engine has ended the sequence, too. A
+gateway gets exactly one final event for each sequence id, whichever part of the decoder fails.
 """
 
 import asyncio

@@ -169,9 +169,9 @@ class EmbeddingSource:
         """
         references = self._try_reference_each(requests)
         if references is None:
-            # There may be enough free memory, but in pieces that are too small, with unreferenced
-            # entries between them. All of these are evicted, even entries of this sequence's
-            # images.
+            # There may be enough free memory, but in pieces that are too small. All unreferenced
+            # entries are evicted so that the pieces join, even if some hold this sequence's images,
+            # which are then fetched again.
             self.store.arena.evict_unreferenced()
             references = self._try_reference_each(requests)
         for entry in (references or {}).values():
@@ -221,9 +221,8 @@ class EmbeddingSource:
         sequence has named, this sequence replaces it after `takeover_s`, but only once.
 
         Each message of an encoder about an image says either that the image is queued, or that
-        work on the image goes on. The sequence fails if no message about this image arrives
-        for `standstill_s`. It also fails if the encoders report no work on any of its images for
-        that time.
+        work on the image goes on. The sequence fails if for `standstill_s` either no message about
+        this image arrives, or no message says that work on any of the sequence's images goes on.
         """
         address, progress = request.encoder_address, FetchProgress()
         joined, has_taken_over = self.store.running(request.key) is not None, False

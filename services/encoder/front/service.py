@@ -233,8 +233,9 @@ class EncoderServicer(Servicer):
     async def _upload(self, context: grpc.aio.ServicerContext) -> bytes:
         """Stores the file of a call, and returns its digest.
 
-        The message is a variable of `_upload` and not of `Upload`, so that it is freed if the call
-        fails: `_fail` clears the variables of `_upload`, but cannot clear those of `Upload`.
+        This is a function of its own so that the message is freed if the call fails: an error
+        keeps the variables of the functions that it passed alive. `_fail` clears those of
+        `_upload`, which has ended by then, but not those of `Upload`, which still runs.
         """
         async with self.messages.read(context, pb.UploadRequest) as message:
             return await self._files.put(message.tenant, message.file)

@@ -114,10 +114,10 @@ class VisionTower(nn.Module):
             Number of a feature and its rows, `[num_tokens, out_hidden]`. The DeepStack features 1,
             2, … come first, in order. Feature 0 comes last.
         """
-        # The output of a block is the sum of the two tensors that the block returns. `add_norm`
-        # adds them up when the next block begins, because a single kernel can compute this sum and
-        # the first norm of the next block. After `add_norm`, `hidden` is thus the output of block
-        # `index - 1`, from which a DeepStack feature may have to be made.
+        # A block returns two tensors, whose sum is its output. The sum is computed by `add_norm`
+        # at the start of the next turn, because a single kernel can compute the sum and the next
+        # block's first norm. Therefore `hidden`, after `add_norm`, is the output of block
+        # `index - 1`. A DeepStack feature may have to be made from it.
         feature_blocks = self.spec.deepstack_indexes
         added: Tensor | None = self.patch_embed(patches)  # [N, hidden]
         hidden = layout.positions.embeddings  # [N, hidden]

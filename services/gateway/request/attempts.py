@@ -343,8 +343,9 @@ class Attempts:
         events: list[TokenEvent] = []
         for message in messages:
             if not isinstance(message, TokenEvent):
-                # `Overloaded` means that the client reads too slowly. All other failures are failed
-                # encode calls. They do not matter once the decoder has sent a token: it then has
+                # `Overloaded` means that the client reads too slowly: an overloaded pod would be a
+                # `RetryableFailure`. All other failures are failed encode calls. They do not
+                # matter once the decoder has sent a token: it then has
                 # the embeddings of all images, also of the image whose call failed, because it
                 # found that embedding in its own memory or in Redis. Logprobs of a prompt
                 # prove nothing, because those of the tokens before a missing image come, too.

@@ -88,9 +88,9 @@ class Losses:
             self.num_lost[service] += 1
 
     def readmit_encoders(self) -> None:
-        """Allows all encoders again. If there is only one encoder, it is tried a second time.
+        """Allows all encoders again, so that even a lone encoder is tried a second time.
 
-        `num_lost` keeps its value. If the encoder is lost a second time, `num_lost` counts both
+        `num_lost` keeps its value. If an encoder is lost a second time, `num_lost` counts both
         losses.
         """
         self.excluded["encoder"].clear()

@@ -27,7 +27,7 @@ class DraftingRunner(ModelRunner):
         for started in compute.row_starts:
             if started.checkpoint >= 0:
                 self._drafter.start_row(started.row, started.checkpoint)
-        self._num_drafts = step.sample.num_drafts
+        self._num_drafts = step.sample.num_head_drafts
         return super().execute(step)
 
     def sample(self, computed: Computed, sampling: Sampling) -> HostTokens:

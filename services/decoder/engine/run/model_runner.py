@@ -30,7 +30,8 @@ _WARM_UP_PARAMS = (
     SamplingParams(repetition_penalty=1.1, logit_bias={0: 1.0}, min_tokens=1, stop_token_ids=(0,)),
 )
 
-Sampling = SamplingInputs | MaskedRows | None  # what `Sampler.prepare` returns
+# What `Sampler.prepare` returns. Greedy sampling needs `MaskedRows`, or None without token masks.
+Sampling = SamplingInputs | MaskedRows | None
 
 
 class ModelRunner:

@@ -87,7 +87,7 @@ class Batch:
             adapters = [chunk.sequence.message.adapter for chunk in chunks]
             if max(adapters) >= 0:
                 compute.adapters = np.array(adapters, np.int64)
-        sample = SampleStep(num_drafts=self.num_head_drafts)
+        sample = SampleStep(num_head_drafts=self.num_head_drafts)
         if known := chunks[num_from_device:]:
             compute.token_ids, compute.positions = known_tokens(known)
             compute.state_saves = _state_saves(known, num_from_device)

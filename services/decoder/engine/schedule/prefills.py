@@ -32,7 +32,7 @@ class Prefills:
             arrived, by id.
         admitted: sequences that were given a row since the last launched step. The runner has to
             be told about them with the next step.
-        lacking_images: sequences that have begun to wait for images since
+        lacking_images: sequences that have begun to wait for images or token masks since
             `Scheduler.take_wanted_images` was last called. Their images may have been released and
             have to be obtained again.
         num_preemptions: number of preemptions so far.
@@ -125,9 +125,9 @@ class Prefills:
     def plan(self, budget: StepBudget, step: int) -> list[Chunk]:
         """Returns the step's chunks of prompts, as many as the budget allows.
 
-        A prompt is long if its tokens do not fit into a whole step. The first long prompt shares
-        the budget with the short prompts after it, which would otherwise wait for it: these get
-        one half, and the long prompt gets the other half and what they have not used.
+        A prompt is long if its tokens do not fit into a whole step (`StepBudget`). The prompts
+        after the first long one would otherwise wait for it. Therefore they get one half of the
+        budget, and the long prompt gets the other half and what they have not used.
 
         Args:
             budget: time and tokens of the step that prompts may use.
@@ -151,7 +151,7 @@ class Prefills:
             chunks += self._advance(long, budget)
         return chunks
 
-    def parks(self, sequence: Sequence, prefix: list[int]) -> bool:
+    def try_park(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Parks a waiting sequence if no chunk can be planned after its cached `prefix`, because
         of a missing input. Returns whether the sequence was parked.
         """
@@ -223,7 +223,7 @@ class Prefills:
             if head.num_in_flight or self._is_blocked(head):
                 return None
             prefix = self._blocks.find_prefix(head)
-            if self.parks(head, prefix):
+            if self.try_park(head, prefix):
                 continue
             others = len(self._decodes) or self.prefilling
             if self.fits(head, prefix, self.watermark if others else 0):

@@ -24,9 +24,8 @@ A sequence is always in exactly one of these queues, which belong to `Prefills` 
 - *decoding*: the prompt is computed. Every step computes the sequence's next token.
 - *awaiting*: the sequence takes part in no step until its newest token has arrived, because it has
   drafts (`speculation`) or token masks. With token masks, it also waits for the next mask. If
-  `late_masks` is set, a sequence with token masks stays *decoding* instead, because the mask may
-  arrive while the step is computed. It becomes *awaiting* if the mask does not arrive in time, and
-  gets no token from that step.
+  `late_masks` is set, masks may arrive while the step is computed. A sequence with token masks is
+  then *decoding*, and becomes *awaiting*, without a token, only if its mask comes too late.
 
 The picture leaves out three transitions: a sequence that is preempted while prefilling, decoding or
 awaiting waits again; a waiting sequence may be parked; and a sequence can finish in every queue.
@@ -295,8 +294,8 @@ class Scheduler:
         self.decodes.append_blocks(lacking)
 
     def _victim(self) -> Sequence:
-        """Returns the sequence to preempt next: of the stalled sequences, the one that was admitted
-        last. `Admission` chooses it if none is stalled, and prefers sequences with background work.
+        """Returns the sequence to preempt next: one with background work if there is any, else the
+        stalled sequence that was admitted last, else the one that `Admission` chooses.
         """
         victim = self.prefills.waiting.victim(self.running())
         if self.prefills.stalled and not victim.message.background:
@@ -316,7 +315,7 @@ class Scheduler:
             if victim is None:
                 return
             prefix = self.blocks.find_prefix(head)
-            if prefills.parks(head, prefix):
+            if prefills.try_park(head, prefix):
                 continue  # Another sequence is the first of the queue now.
             if prefills.fits(head, prefix, prefills.watermark):
                 return

@@ -32,8 +32,8 @@ class StepBudget:
         factor = _LONE_PROMPT_FACTOR if alone else 1
         least = min(max_tokens, load.tokens + factor * cost.min_chunk)
         whole = Limit(factor * cost.bound(step_ms), max_tokens, least)
-        # A prompt counts as long if it does not fit into the step's time. `efficient_tokens` limits
-        # the step further, but a prompt that exceeds only this limit does not count as long.
+        # A prompt is long if its tokens do not fit into a whole step. The step's size is then
+        # limited once more (`StepCost.efficient_tokens`), which makes no more prompts long.
         self._longest_chunk = cost.fitting_tokens(load, 0, whole)
         if not alone:
             whole = whole._replace(tokens=min(max_tokens, cost.efficient_tokens))
