@@ -14,6 +14,9 @@ VERSION = project_version(K8S.parents[1])  # that of all tags: test_release.py
 _MOST = ("autoscaling", "disruption", "monitoring", "http-route", "ingress", "mtls")
 # What can be combined: overlay and components.
 COMBINATIONS = {
+    "adapters": ("gpu", "adapters"),
+    "adapters-text": ("text", "adapters"),
+    "adapters-cell": ("gpu", "cell", "adapters"),
     "autoscaling": ("gpu", "autoscaling"),
     "autoscaling-local": ("local", "autoscaling"),
     "autoscaling-gateway": ("text", "autoscaling/gateway"),

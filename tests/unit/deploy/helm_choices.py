@@ -170,8 +170,39 @@ EVERYTHING_VALUES = {
     "form": "split", "autoscaling": {"enabled": True}, "monitoring": {"enabled": True},
     "route": {"enabled": True}, "model": {"servedName": "qwen3-vl"},
 }  # fmt: skip
+ADAPTERS = {"served": {"sql": "/adapters/sql", "gui": "/adapters/gui"}, "max": 8}
 CHOICES = {
     "single": Choice("overlays/single"),
+    "single-adapters": Choice(
+        "overlays/single",
+        {"adapters": {
+            "served": {"sql": "ORG/SQL", "gui": "/adapters/gui"}, "max": 4, "existingClaim": "mine",
+        }},
+        more={"patches": [patch(
+            "Deployment", "triptych",
+            *(add(f"{CONTAINER}/args/-", word) for word in (
+                "--adapter", "gui=/adapters/gui", "sql=ORG/SQL", "--max-adapters", "4",
+            )),
+            add(f"{POD}/volumes/-", {
+                "name": "adapters",
+                "persistentVolumeClaim": {"claimName": "mine", "readOnly": True},
+            }),
+            add(f"{CONTAINER}/volumeMounts/-", {
+                "name": "adapters", "mountPath": "/adapters", "readOnly": True,
+            }),
+        )]},
+    ),
+    "split-adapters": Choice(
+        "overlays/text",
+        PLAIN | {
+            "model": FILLED | {"servedName": "qwen3", "images": False},
+            "adapters": ADAPTERS | {"existingClaim": "adapters"},
+        },
+        components=("adapters",),
+        more={"configMapGenerator": [
+            literals("decoder", "DECODER_ADAPTERS=gui=/adapters/gui,sql=/adapters/sql"),
+        ]},
+    ),
     "single-monitoring": Choice(
         "overlays/single", {"monitoring": {"enabled": True}, "route": {"enabled": True}},
         components=("monitoring", "http-route"),

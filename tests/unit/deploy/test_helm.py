@@ -201,6 +201,8 @@ def test_a_claim_that_is_there_is_used_and_none_is_made(tmp_path: Path) -> None:
         ({"images": {"gateway": {"digest": "latest"}}}, "digest"),
         ({"autoscaling": {"prometheus": "prometheus:9090"}}, "prometheus"),
         ({"model": {"name": ""}}, "model.name is empty"),
+        ({"form": "split", "adapters": {"served": {"sql": "ORG/SQL"}}}, "adapters.served.sql"),
+        ({"adapters": {"served": {"a b": "/adapters/sql"}}}, "a b"),
     ],
 )
 def test_a_mistake_in_values_is_named(values: dict[str, Any], word: str, tmp_path: Path) -> None:

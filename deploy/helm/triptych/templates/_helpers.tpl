@@ -143,6 +143,30 @@ topologySpreadConstraints:
     secretKeyRef: {name: {{ .Values.model.hubSecret.name }}, key: {{ .Values.model.hubSecret.key }}, optional: true}
 {{- end }}
 
+{{/* The adapters as a decoder's setting: sql=/adapters/sql,gui=/adapters/gui */}}
+{{- define "triptych.adapters" -}}
+{{- $found := list }}
+{{- range $name, $place := .Values.adapters.served }}
+{{- if and (eq $.Values.form "split") (not (hasPrefix "/" $place)) }}
+{{- fail (printf "adapters.served.%s: %s is no absolute directory; only one pod (form: single) takes adapters from the hub" $name $place) }}
+{{- end }}
+{{- $found = append $found (printf "%s=%s" $name $place) }}
+{{- end }}
+{{- join "," $found }}
+{{- end }}
+
+{{- define "triptych.adaptersMount" -}}
+{{- if .Values.adapters.existingClaim }}
+- {name: adapters, mountPath: /adapters, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "triptych.adaptersVolume" -}}
+{{- with .Values.adapters.existingClaim }}
+- {name: adapters, persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}}
+{{- end }}
+{{- end }}
+
 {{- define "triptych.claim" -}}
 {{ default (include "triptych.name" (dict "root" . "name" "model")) .Values.storage.existingClaim }}
 {{- end }}
