@@ -201,6 +201,14 @@ def parse_adapters(value: str) -> dict[str, Path]:
     return found
 
 
+def already_loaded(name: str) -> str:
+    """Returns the error message for a name that is in use, which has vLLM's words."""
+    return (
+        f"The lora adapter {name!r} has already been loaded. If you want to load the adapter in "
+        "place, set 'load_inplace' to True."
+    )
+
+
 def merged_fingerprint(fingerprint: bytes, adapter: Path | str | None) -> bytes:
     """Returns the fingerprint of a checkpoint with an adapter folded into its weights.
 

@@ -29,12 +29,14 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., root: _Optional[str] = ..., num_waiting: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("name", "directory")
+    __slots__ = ("name", "directory", "load_inplace")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    LOAD_INPLACE_FIELD_NUMBER: _ClassVar[int]
     name: str
     directory: str
-    def __init__(self, name: _Optional[str] = ..., directory: _Optional[str] = ...) -> None: ...
+    load_inplace: bool
+    def __init__(self, name: _Optional[str] = ..., directory: _Optional[str] = ..., load_inplace: _Optional[bool] = ...) -> None: ...
 
 class LoadAdapterResponse(_message.Message):
     __slots__ = ("adapters",)

@@ -21,7 +21,9 @@ class AdapterCalls(Servicer):
         self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.LoadAdapterResponse:
         try:
-            await self.adapters.load(request.name, request.directory)
+            await self.adapters.load(
+                request.name, request.directory, load_inplace=request.load_inplace
+            )
         except TriptychError as error:
             await abort(context, error)
         return pb.LoadAdapterResponse(adapters=self.adapters.described())

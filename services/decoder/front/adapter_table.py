@@ -5,6 +5,7 @@ sequence has ended, so that running answers are not changed.
 """
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from blake3 import blake3
 from services.common.adapter_config import (
     ADAPTER_NAME,
     AdapterConfig,
-    AdapterError,
     adapter_digest,
+    already_loaded,
 )
 from services.common.errors import InvalidRequest, ModelNotFound, TriptychError, Unavailable
+from services.common.model_spec import ModelSpecError
 from services.common.pb import decoder_pb2 as pb
 from services.common.process.channel import FrontChannel
 from services.decoder.engine.messages import AdapterLoaded, EngineMessage, LoadAdapter
@@ -57,7 +59,7 @@ class AdapterTable:
         channel: connection to the engine.
 
     Raises:
-        AdapterError: the files of an adapter cannot be read.
+        ModelSpecError: the files of an adapter cannot be read.
     """
 
     def __init__(
@@ -118,30 +120,45 @@ class AdapterTable:
             adapter.num_waiting -= not had_started
             self._free_slot_of(adapter)
 
-    async def load(self, name: str, directory: str) -> None:
+    async def load(self, name: str, directory: str, *, load_inplace: bool = False) -> None:
         """Loads an adapter, and returns when sequences may have it.
+
+        Args:
+            name: name by which requests call the adapter.
+            directory: absolute directory of the adapter.
+            load_inplace: True if the adapter takes the place of a loaded one of the same name.
+                Sequences of the former adapter run to their ends. If no slot is free and the former
+                adapter has no sequence, it is unloaded first, and lost if the new one is refused.
 
         Raises:
             InvalidRequest: the adapter cannot be served, or its name is in use.
+            ModelNotFound: there is no such directory.
         """
         async with self._changes:
             if not ADAPTER_NAME.fullmatch(name):
                 raise InvalidRequest(f"the name {name[:100]!r} is not {ADAPTER_NAME.pattern}")
             if not Path(directory).is_absolute():
                 raise InvalidRequest("the path of an adapter is an absolute directory of decoders")
+            if not await asyncio.to_thread(os.path.isdir, directory):
+                raise ModelNotFound(f"there is no directory {directory[:200]}", param="lora_path")
             try:
                 AdapterConfig.read(directory)
                 digest = await asyncio.to_thread(named_digest, name, Path(directory))
-            except AdapterError as error:
+            except ModelSpecError as error:
                 raise InvalidRequest(str(error)) from None
-            same_name = [a for a in self._by_digest.values() if a.name == name]
-            if digest in self._by_digest and not self._by_digest[digest].is_leaving:
+            loaded = [a for a in self._by_digest.values() if a.name == name and not a.is_leaving]
+            former = loaded[0] if loaded else None
+            if former is not None and former.digest == digest:
                 return  # a repeated call, for instance by another gateway
-            if any(not each.is_leaving for each in same_name):
-                raise InvalidRequest(f"an adapter with the name {name} is loaded: unload it first")
+            if former is not None and not load_inplace:
+                raise InvalidRequest(already_loaded(name), param="lora_name")
             if digest in self._by_digest:
                 self._by_digest[digest].is_leaving = False
+                self._leave(former)
                 return
+            if not self._free and former is not None and not former.num_sequences:
+                self._leave(former)
+                former = None
             if not self._free:
                 raise InvalidRequest(
                     f"all slots for adapters are in use ({len(self._by_digest)}): unload one, or "
@@ -152,6 +169,7 @@ class AdapterTable:
                 self._free.append(slot)
                 raise InvalidRequest(error)
             self._by_digest[digest] = LoadedAdapter(name, digest, directory, slot)
+            self._leave(former)
 
     async def unload(self, name: str) -> None:
         """Unloads an adapter. Sequences that have it run to their ends.
@@ -162,8 +180,7 @@ class AdapterTable:
         found = [a for a in self._by_digest.values() if a.name == name and not a.is_leaving]
         if not found:
             raise ModelNotFound(f"the adapter {name[:100]!r} is not loaded", param="lora_name")
-        found[0].is_leaving = True
-        self._free_slot_of(found[0])
+        self._leave(found[0])
 
     def answered(self, message: AdapterLoaded) -> None:
         """Takes the engine's answer to the oldest message about a slot."""
@@ -183,6 +200,12 @@ class AdapterTable:
         self._waiting.append(waiting)
         self._channel.send(message)
         return waiting
+
+    def _leave(self, adapter: LoadedAdapter | None) -> None:
+        """Refuses an adapter to new sequences, if there is one."""
+        if adapter is not None and not adapter.is_leaving:
+            adapter.is_leaving = True
+            self._free_slot_of(adapter)
 
     def _free_slot_of(self, adapter: LoadedAdapter) -> None:
         """Empties the slot of an adapter that was unloaded and that no sequence uses."""

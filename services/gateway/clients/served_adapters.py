@@ -6,6 +6,7 @@ sees all adapters unless its entry in the key file lists some.
 
 import asyncio
 
+from services.common.adapter_config import already_loaded
 from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.clients.decoders import DecoderPod, DecoderPool
@@ -26,19 +27,29 @@ def served_adapters(decoders: DecoderPool) -> dict[str, pb.Adapter]:
     return found
 
 
-async def load_adapter(decoders: DecoderPool, name: str, directory: str) -> None:
+async def load_adapter(
+    decoders: DecoderPool, name: str, directory: str, *, load_inplace: bool
+) -> None:
     """Loads an adapter on all healthy decoders.
 
+    Args:
+        decoders: the decoders.
+        name: name by which requests call the adapter.
+        directory: absolute directory of the adapter, on the decoders' file system.
+        load_inplace: True if the adapter takes the place of one that is loaded under the name.
+
     Raises:
-        InvalidRequest: a decoder cannot serve the adapter. It is unloaded from all of them.
+        InvalidRequest: a decoder cannot serve the adapter, which then no decoder serves.
+        ModelNotFound: a decoder has no such directory, and then no decoder serves the adapter.
         Unavailable: no decoder is healthy.
     """
     pods = decoders.healthy()
     if not pods:
         raise Unavailable("no decoder is available", retry_after_s=1)
-    if any(adapter.name == name for pod in pods for adapter in pod.adapters):
-        raise InvalidRequest(f"an adapter with the name {name} is loaded", param="lora_name")
-    request = pb.LoadAdapterRequest(name=name, directory=directory)
+    is_loaded = any(adapter.name == name for pod in pods for adapter in pod.adapters)
+    if is_loaded and not load_inplace:
+        raise InvalidRequest(already_loaded(name), param="lora_name")
+    request = pb.LoadAdapterRequest(name=name, directory=directory, load_inplace=load_inplace)
     answers = await asyncio.gather(
         *(pod.ask(pod.load_adapter, request) for pod in pods), return_exceptions=True
     )

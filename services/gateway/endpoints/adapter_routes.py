@@ -35,13 +35,13 @@ async def load(service: ChatService, request: Request, slot: Slot, body: Body) -
     """Loads an adapter on all decoders, and answers when requests may call it."""
     parsed = await parse_body(service, _parse_load, body, request.scope)
     name = parsed.lora_name
-    if parsed.load_inplace:
-        raise InvalidRequest("not supported: unload the adapter first", param="load_inplace")
     if not name or not parsed.lora_path:
         raise InvalidRequest("lora_name and lora_path must not be empty", param="lora_name")
     if name in service.model_names:
         raise InvalidRequest(f"{name} is the name of the base model", param="lora_name")
-    await load_adapter(service.decoders, name, parsed.lora_path)
+    await load_adapter(
+        service.decoders, name, parsed.lora_path, load_inplace=bool(parsed.load_inplace)
+    )
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

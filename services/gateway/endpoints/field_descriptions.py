@@ -541,7 +541,7 @@ OWN: Mapping[str, Mapping[str, str]] = {
     "LoadAdapterRequest": {
         "lora_name": "Name of the adapter in requests.",
         "lora_path": "Absolute directory of the adapter on the decoders' file system.",
-        "load_inplace": "Only false: an adapter is replaced by unloading it first.",
+        "load_inplace": "True if the adapter takes the place of a loaded one of the same name.",
     },
     "UnloadAdapterRequest": {
         "lora_name": "Name of the adapter in requests.",

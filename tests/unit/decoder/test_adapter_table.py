@@ -30,15 +30,20 @@ def write(directory: Path, content: bytes = b"weights") -> Path:
     return directory
 
 
-async def loaded(table: AdapterTable, engine: Engine, name: str, path: Path, error: str = ""):
+async def loaded(
+    table: AdapterTable, engine: Engine, name: str, path: Path, error: str = "", **options: bool
+):
     """Loads an adapter while the engine answers."""
     count = len(engine.messages)
-    task = asyncio.create_task(table.load(name, str(path)))
+    task = asyncio.create_task(table.load(name, str(path), **options))
     while len(engine.messages) == count and not task.done():
         await asyncio.sleep(0)
         await asyncio.sleep(0.001)
-    if not task.done():
-        table.answered(AdapterLoaded(error))
+    while not task.done():
+        for message in engine.messages[count:]:  # a slot may be emptied before
+            table.answered(AdapterLoaded(error if message.directory else ""))
+        count = len(engine.messages)
+        await asyncio.sleep(0)
     await task
 
 
@@ -80,15 +85,41 @@ async def test_what_the_engine_refuses_leaves_the_slot_free(tmp_path):
     assert not table.described()
     await loaded(table, engine, "one", path)
     await table.load("one", str(path))  # a repeated call of another gateway
-    with pytest.raises(InvalidRequest, match="unload it first"):
+    with pytest.raises(InvalidRequest, match="already been loaded"):
         await table.load("one", str(write(tmp_path / "b", b"others")))
+    malformed = write(tmp_path / "malformed")
+    (malformed / "adapter_config.json").write_text("this is not json")
     for name, directory, message in (
         ("a b", str(path), "the name"),
         ("x", "relative", "absolute"),
         ("x", str(tmp_path), "no adapter at"),
+        ("x", str(tmp_path / "none"), "there is no directory"),
+        ("x", str(malformed), "JSON"),
     ):
         with pytest.raises(InvalidRequest, match=message):
             await table.load(name, directory)
+
+
+async def test_an_adapter_takes_the_place_of_one_of_its_name(tmp_path):
+    engine, path = Engine(), write(tmp_path / "a")
+    table = AdapterTable({"one": path}, 2, engine)  # type: ignore[arg-type]
+    used = table.take(named_digest("one", path))
+    assert used is not None
+    second, third = write(tmp_path / "b", b"second"), write(tmp_path / "c", b"third")
+    with pytest.raises(InvalidRequest, match="rank 64"):  # the former one stays
+        await loaded(table, engine, "one", second, "has rank 64", load_inplace=True)
+    assert [each.digest for each in table.described()] == [used.digest]
+    await loaded(table, engine, "one", second, load_inplace=True)
+    assert [each.root for each in table.described()] == [str(second)]
+    # A sequence has the first one still. The second one has none, and yields its slot.
+    await loaded(table, engine, "one", third, load_inplace=True)
+    assert [each.root for each in table.described()] == [str(third)]
+    assert engine.messages[-2:] == [LoadAdapter(1, ""), LoadAdapter(1, str(third))]
+    table.take(named_digest("one", third))
+    with pytest.raises(InvalidRequest, match="all slots"):
+        await table.load("one", str(path.parent / "b"), load_inplace=True)
+    table.release(used)
+    assert engine.messages[-1] == LoadAdapter(0, "")
 
 
 async def test_an_adapter_that_is_loaded_again_while_it_leaves_stays(tmp_path):
