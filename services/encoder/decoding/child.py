@@ -195,7 +195,8 @@ class Child:
         """Starts a new process in the place of the child. Returns how the child ended."""
         self._channel.close()
         try:
-            status = self._process.wait(0.1)  # a process closes its socket just before it ends
+            # A process closes its socket just before it ends. A busy machine may delay the end.
+            status = self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -3,6 +3,8 @@
 import io
 import os
 import signal
+import socket
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,16 +15,19 @@ from PIL import Image
 
 from services.common.errors import InvalidImage
 from services.common.images.image_header import Format, ImageHeader, read_header
-from services.encoder.decoding.child import Child
+from services.encoder.decoding import child
+from services.encoder.decoding.child import Child, ChildLost
 from services.encoder.decoding.decode import worst_case_bytes
 from services.encoder.decoding.decode_pool import DecodePool, MemoryBudget, cpu_limit_s, decode_in
 from services.encoder.decoding.decode_worker import Task
 from tests.cases import first
+from tests.descriptors import num_memories
 from tests.in_process_decoder import InProcessDecoders
 from tests.noise import PATIENCE_S, wait_until
 from tests.worker_pids import worker_pids
 
 MAX_PIXELS = 52_000_000
+Pair = tuple[socket.socket, socket.socket]
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -78,8 +83,12 @@ def test_threads_get_their_own_images(pool: DecodePool) -> None:
         assert list(threads.map(first_pixel, files)) == colors
 
 
-def test_an_image_over_its_time_is_invalid_and_the_next_one_is_served() -> None:
-    pool = DecodePool(1, memory_bytes=4 << 30, cpu_s=0.02)
+def test_an_image_over_its_time_is_invalid_and_the_next_one_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The large image takes ten times its CPU time, the small one a hundredth."""
+    monkeypatch.setattr(child, "_WALL_FACTOR", PATIENCE_S / 0.05)
+    pool = DecodePool(1, memory_bytes=4 << 30, cpu_s=0.05)
     try:
         slow, quick = encoded(Image.new("RGB", (6000, 6000))), encoded(noise(8, 8))
         for _ in range(2):
@@ -131,13 +140,30 @@ def test_an_image_whose_decoder_is_killed_is_tried_once_more(num_kills: int) -> 
         pool.close()
 
 
-def test_a_child_that_cannot_be_started_leaves_no_descriptor(tmp_path: Path) -> None:
+@pytest.fixture
+def pairs(monkeypatch: pytest.MonkeyPatch) -> list[Pair]:
+    """The sockets of all children that are started from now on."""
+    made: list[Pair] = []
+
+    def socketpair() -> Pair:
+        made.append(original())
+        return made[-1]
+
+    original = socket.socketpair
+    monkeypatch.setattr(child.socket, "socketpair", socketpair)
+    return made
+
+
+def test_a_child_that_cannot_be_started_leaves_no_descriptor(
+    tmp_path: Path, pairs: list[Pair]
+) -> None:
     """A pool tries again with each of its files."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_memories()
     for _ in range(5):
         with pytest.raises(FileNotFoundError):
             Child("services.encoder.decoding.decode_worker", 4096, str(tmp_path / "python"))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_memories() == before
+    assert len(pairs) == 5 and all(end.fileno() < 0 for pair in pairs for end in pair)
 
 
 @pytest.mark.parametrize("error", ["cut", "bits"])
@@ -231,11 +257,45 @@ def test_the_worst_case_is_bytes_a_pixel() -> None:
     assert worst_case_bytes(ImageHeader("JPEG", 4000, 3000), 3 << 20) < 130e6
 
 
-def test_a_process_that_may_not_be_started_leaves_no_file_open(tmp_path: Path) -> None:
+def test_a_process_that_may_not_be_started_leaves_no_file_open(
+    tmp_path: Path, pairs: list[Pair]
+) -> None:
     interpreter = tmp_path / "python"
     interpreter.touch(0o644)
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_memories()
     for _ in range(3):
         with pytest.raises(PermissionError):
             Child("services.encoder.decoding.decode_worker", 1 << 20, str(interpreter))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_memories() == before
+    assert len(pairs) == 3 and all(end.fileno() < 0 for pair in pairs for end in pair)
+
+
+# Reports that it is ready, takes a question, closes its socket, and ends later by a signal.
+ENDS_LATE = """#!{python}
+import os, signal, sys, time
+from multiprocessing.connection import Connection
+
+channel = Connection(int(sys.argv[3]))
+channel.send_bytes(b"")
+channel.recv_bytes()
+channel.close()
+time.sleep(0.3)
+os.kill(os.getpid(), signal.SIGPROF)
+"""
+
+
+def test_a_child_that_ends_a_moment_after_its_socket_has_ended_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, processes get no CPU between the two for a while."""
+    monkeypatch.setattr(child, "_STOP_S", PATIENCE_S)
+    interpreter = tmp_path / "python"
+    interpreter.write_text(ENDS_LATE.format(python=sys.executable))
+    interpreter.chmod(0o755)
+    late = Child("any", 4096, str(interpreter))
+    try:
+        with pytest.raises(ChildLost, match="SIGPROF") as lost:
+            late.ask(b"question", cpu_s=PATIENCE_S)
+        assert lost.value.is_caused_by_work
+    finally:
+        late.close()

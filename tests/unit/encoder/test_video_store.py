@@ -1,7 +1,6 @@
 """Files of videos are held for a while, bounded, and read once."""
 
 import asyncio
-import os
 import threading
 from collections.abc import AsyncIterator
 
@@ -14,6 +13,7 @@ from services.encoder.front.admission import NOBODY, Share
 from services.encoder.front.file_copier import FileCopier
 from services.encoder.front.probe_queue import ProbeQueue
 from services.encoder.front.video_store import StoredVideo, VideoStore
+from tests.descriptors import num_memories
 from tests.fake_clips import FakeClips
 from tests.noise import PATIENCE_S
 
@@ -47,10 +47,6 @@ async def videos(clips: FakeClips, clock: Clock) -> AsyncIterator[VideoStore]:
 
 async def held(videos: VideoStore, file: bytes, share: Share = NOBODY) -> StoredVideo:
     return await (await videos.take(file, share))
-
-
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 async def test_a_file_is_read_once_and_named_by_its_digest(
@@ -136,7 +132,7 @@ async def test_a_copy_that_nobody_waits_for_is_closed(clips: FakeClips) -> None:
     probes = ProbeQueue(clips, 2)  # type: ignore[arg-type]
     videos = VideoStore(probes, max_bytes=100, copier=copier)
     await held(videos, b"clip")  # starts what is started once
-    before = num_descriptors()
+    before = num_memories()
     copier.copies.clear()
     copier.go_on.clear()
     probe = asyncio.create_task(videos.take(b"another clip", NOBODY))
@@ -145,7 +141,7 @@ async def test_a_copy_that_nobody_waits_for_is_closed(clips: FakeClips) -> None:
     await asyncio.gather(probe, return_exceptions=True)
     copier.go_on.set()
     await asyncio.to_thread(copier.close)
-    assert num_descriptors() == before
+    assert num_memories() == before
     await asyncio.to_thread(videos.close)
 
 
@@ -154,11 +150,11 @@ async def test_a_file_that_was_refused_is_not_read_again_for_a_while(
 ) -> None:
     """Whoever sends it: a file that takes too long would take as long again."""
     await held(videos, b"clip")
-    before = num_descriptors()
+    before = num_memories()
     for share in (NOBODY, NOBODY, Share("another")):
         with pytest.raises(InvalidVideo, match="corrupt"):
             await held(videos, b"bad", share)
-    assert clips.read == [b"clip", b"bad"] and num_descriptors() == before
+    assert clips.read == [b"clip", b"bad"] and num_memories() == before
     clock.now_s += 301.0
     with pytest.raises(InvalidVideo, match="corrupt"):
         await held(videos, b"bad")
@@ -218,7 +214,7 @@ async def test_a_file_of_two_tenants_is_read_in_the_turn_of_each() -> None:
     clips = FakeClips(waits=True)
     videos = VideoStore(ProbeQueue(clips, 2), max_bytes=100)  # type: ignore[arg-type]
     crowd, guest = Share("crowd"), Share("guest")
-    before = num_descriptors()
+    before = num_memories()
     slow, last = await videos.take(b"slow", crowd), await videos.take(b"clip", crowd)
     taken = await videos.take(b"clip", guest)
     clips.finish(b"clip")
@@ -226,7 +222,7 @@ async def test_a_file_of_two_tenants_is_read_in_the_turn_of_each() -> None:
     for name in (b"slow", b"clip"):
         clips.finish(name)
     assert await last is found and (await slow) is not found
-    assert num_descriptors() == before + 2
+    assert num_memories() == before + 2
     await asyncio.to_thread(videos.close)
 
 
