@@ -97,7 +97,7 @@ class Decoder:
         self,
         *,
         arena_pages: int = 16,
-        timeout_s: float = 5.0,
+        timeout_s: float = PATIENCE_S,
         model_directory: Path | None = None,
         num_processes: int = 1,
         max_work_s: float = 30.0,

@@ -1,7 +1,6 @@
 """A `ClipPool` whose files are bytes that a test names, read when the test says so."""
 
 import threading
-from collections import defaultdict
 from queue import Queue
 
 from services.common.embeddings.shared_memory import ForeignMemory, MemoryAddress
@@ -28,15 +27,13 @@ class FakeClips:
         self.read: list[bytes] = []
         self.errors: dict[bytes, Exception] = {b"bad": InvalidVideo("the video is corrupt")}
         self._waits = waits
-        self._may_end: defaultdict[bytes, threading.Semaphore] = defaultdict(
-            lambda: threading.Semaphore(0)
-        )
+        self._may_end: dict[bytes, threading.Semaphore] = {}
 
     def probe(self, file: MemoryAddress) -> Facts:
         data = bytes(ForeignMemory(file).view(0, file.size_bytes))
         self.begun.put(data)
         if self._waits:
-            assert self._may_end[data].acquire(timeout=PATIENCE_S)
+            assert self._end_of(data).acquire(timeout=PATIENCE_S)
         self.read.append(data)
         if data in self.errors:
             raise self.errors[data]
@@ -44,7 +41,11 @@ class FakeClips:
 
     def finish(self, data: bytes) -> None:
         """Lets the reading of a file end, whether or not it has begun."""
-        self._may_end[data].release()
+        self._end_of(data).release()
+
+    def _end_of(self, data: bytes) -> threading.Semaphore:
+        """Returns the one semaphore of a file, whichever thread asks for it first."""
+        return self._may_end.setdefault(data, threading.Semaphore(0))
 
     def close(self) -> None:
         """There is no process to end."""

@@ -13,6 +13,7 @@ from services.gateway.endpoints.surfaces import create_routes
 from services.gateway.endpoints.tokenization import TokenizerInfo
 from services.gateway.metrics import GatewayMetrics
 from tests.gateway_stack import GatewayStack, LoopThread
+from tests.noise import PATIENCE_S
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +60,7 @@ def thinking(_thinking) -> Iterator[GatewayStack]:
 def _pair(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
     stack = GatewayStack(
         loop_thread, tmp_path_factory.mktemp("pair"), num_encoders=2, num_decoders=2,
-        request_timeout_s=10,
+        request_timeout_s=PATIENCE_S,
     )  # fmt: skip
     yield stack
     stack.close()

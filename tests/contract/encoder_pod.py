@@ -201,7 +201,7 @@ class Pod:
 
     async def flush_writes(self) -> None:
         assert self.redis is not None
-        await self.redis.drain(10.0)
+        await self.redis.drain(PATIENCE_S)
 
 
 def key_of(image: bytes, grid: tuple[int, int, int] = (1, 8, 8)) -> bytes:

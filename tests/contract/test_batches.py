@@ -16,11 +16,11 @@ from services.common.errors import Overloaded
 from services.gateway.batches.batch_runner import RunnerBounds
 from tests.gateway_fixtures import asking, image_url
 from tests.gateway_stack import MODEL, GatewayStack
-from tests.noise import wait_until
+from tests.noise import PATIENCE_S, wait_until
 from tests.redis_server import RedisServer
 from triptych.serve import REDIS_RULES
 
-QUICK = RunnerBounds(tick=0.02, retry=0.02, last_retry=0.1, lease=1.0)
+QUICK = RunnerBounds(tick=0.02, retry=0.02, last_retry=0.1, lease=PATIENCE_S)
 CHAT = "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -117,7 +117,7 @@ def test_a_batch_is_answered_in_order_with_its_ids(client, batching) -> None:
     assert len(submits) == 38 and all(submit.background for submit in submits)
     assert {submit.tenant.endswith("/batch") for submit in submits} == {True}
     assert all(call.background for call in batching.encoder.requests)
-    assert batching.gateway.admission.num_running == 0
+    batching.wait(lambda: batching.gateway.admission.num_running == 0)
     tenant = submits[0].tenant.removesuffix("/batch")
     usage = batching.metric(
         "triptych_gateway_tenant_usage_total", tenant=tenant, kind="completion_tokens"
@@ -306,8 +306,9 @@ def test_another_gateway_continues_and_no_line_is_lost_or_twice(
     with RedisServer("--aclfile", str(users)) as server:
         stacks = [
             GatewayStack(
-                loop_thread, tmp_path / str(n), text_only=True, num_encoders=0, batch_bounds=QUICK,
-                redis_url=server.url_of("gateway"), log_level="ERROR",
+                loop_thread, tmp_path / str(n), text_only=True, num_encoders=0,
+                batch_bounds=replace(QUICK, lease=3.0), redis_url=server.url_of("gateway"),
+                log_level="ERROR",
             )
             for n in range(2)
         ]  # fmt: skip

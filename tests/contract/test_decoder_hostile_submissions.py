@@ -13,6 +13,7 @@ from tests.decoder_service_harness import (
     image_of,
     prompt_of,
     submit_of,
+    until,
 )
 from tests.fake_runner import VOCAB_SIZE
 
@@ -112,7 +113,8 @@ async def test_a_text_model_refuses_images_and_needs_no_positions():
         await gateway.submit(submit_of(2, prompt_of(2)))
         assert isinstance(await gateway.end(2), pb.Finished)
         assert gateway.tokens[2] == alone(prompt_of(2))
-        assert decoder.is_idle() and decoder.arena.used_bytes == 0
+        await until(decoder.is_idle)
+        assert decoder.arena.used_bytes == 0
 
 
 async def test_a_foreign_encoder_is_not_dialled(caplog):
@@ -139,4 +141,4 @@ async def test_a_foreign_encoder_is_not_dialled(caplog):
         image = image_of(decoder, 0, 3)
         await gateway.submit(submit_of(3, prompt_of(3), image))
         assert isinstance(await gateway.end(3), pb.Finished)
-        assert decoder.is_idle()
+        await until(decoder.is_idle)

@@ -228,10 +228,11 @@ async def test_an_image_at_hand_costs_no_step_of_its_own():
 async def test_the_deadline_ends_a_sequence_wherever_it_is():
     async with Decoder() as decoder, Gateway(decoder) as gateway:
         decoder.encoder.gate.clear()
-        await gateway.submit(submit_of(1, prompt_of(1), image_of(decoder, 1), timeout_s=0.05))
+        await gateway.submit(submit_of(1, prompt_of(1), image_of(decoder, 1), timeout_s=0.2))
         assert (await gateway.end(1)).code == "deadline_exceeded"
         await until(decoder.is_idle)
-        await until(lambda: decoder.encoder.num_cancelled == 1)
+        # The call to the encoder, unless a busy machine did not begin it in time.
+        await until(lambda: decoder.encoder.num_cancelled == decoder.encoder.num_calls)
         decoder.engine.running.clear()
         await gateway.submit(submit_of(2, prompt_of(1), timeout_s=0.05))
         assert (await gateway.end(2)).code == "deadline_exceeded"
@@ -353,10 +354,17 @@ async def test_a_gateway_that_does_not_read_is_bounded_and_then_cut():
 
 async def test_draining_refuses_new_sequences_and_finishes_the_running_ones():
     async with Decoder() as decoder, Gateway(decoder) as gateway:
+        batches = decoder.runner.batches
+
+        def pause(step: Step) -> None:
+            if len(batches) == 5:  # the first is still running when the second comes
+                decoder.engine.running.clear()
+
+        decoder.runner.on_execute = pause
         await gateway.submit(submit_of(1, prompt_of(1), max_tokens=100))
         await gateway.until(lambda: gateway.tokens.get(1))
-        decoder.engine.running.clear()  # the first is still running when the second comes
-        drained = asyncio.create_task(decoder.front.drain(10.0))
+        await until(lambda: not decoder.engine.running.is_set())
+        drained = asyncio.create_task(decoder.front.drain(PATIENCE_S))
         await asyncio.sleep(0)
         await gateway.submit(submit_of(2, prompt_of(2)))
         assert (await gateway.end(2)).code == "overloaded"
@@ -383,7 +391,7 @@ async def test_draining_offers_only_what_may_outlast_the_grace():
         await gateway.submit(submit_of(1, prompt_of(1), max_tokens=90_000))
         await gateway.submit(submit_of(2, prompt_of(2), max_tokens=50))
         await gateway.until(lambda: len(gateway.tokens.get(1, ())) > 10)
-        drained = asyncio.create_task(decoder.front.drain(1.0))
+        drained = asyncio.create_task(decoder.front.drain(2.0))  # the second ends in the first half
         await gateway.until(lambda: gateway.handed_over)
         before = len(gateway.tokens[1])
         await gateway.until(lambda: len(gateway.tokens[1]) > before)  # it goes on meanwhile
@@ -473,7 +481,8 @@ async def test_an_image_that_was_read_makes_room_while_its_answer_is_being_writt
         decoder.runner.on_execute = pause
         await gateway.submit(submit_of(1, prompt_of(1), image_of(decoder, 1), max_tokens=200))
         await gateway.submit(submit_of(2, prompt_of(2), image_of(decoder, 2), max_tokens=2))
-        await until(lambda: decoder.arena.get(KEYS[2]))
+        # An image in the arena is not enough: the engine has to be told of it before it goes on.
+        await until(lambda: KEYS[2] in decoder.front.images.ready_keys(2))
         decoder.runner.on_execute = None
         engine.running.set()
         await gateway.until(lambda: len(gateway.ends) == 2)

@@ -264,7 +264,7 @@ async def start(*arguments: str) -> tuple[asyncio.subprocess.Process, str]:
         sys.executable, *arguments, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
-    return process, (await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip()
+    return process, (await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)).decode().strip()
 
 
 @contextlib.asynccontextmanager
@@ -320,7 +320,7 @@ async def test_a_decoder_that_dies_holds_no_entry(pod: Pod):
     assert entry is not None
     process, line = await start("-c", READ_AND_HANG, pod.address, entry.key.hex())
     assert line == "read"
-    assert entry.references == 1
+    await until(lambda: entry.references == 1)
     os.kill(process.pid, signal.SIGKILL)
     await until(lambda: entry.references == 0)
     await process.wait()

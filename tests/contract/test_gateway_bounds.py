@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import httpx2
 import pytest
 
+from services.common.threads import num_threads
 from services.gateway.forms.json_body import MAX_JSON_BYTES
 from services.gateway.media.kinds import IMAGE
 from services.gateway.media.web_media import WebMedia
@@ -339,7 +340,7 @@ async def test_work_on_images_leaves_with_its_caller(stack):
         return b""
 
     tasks = [asyncio.create_task(loader._threads.run(slow, str(n), 0)) for n in range(40)]
-    while not begun:  # noqa: ASYNC110
+    while len(begun) < num_threads():  # noqa: ASYNC110 - then none has work that waits
         await asyncio.sleep(0.01)
     for task in tasks:
         task.cancel()

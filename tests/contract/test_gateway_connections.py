@@ -11,12 +11,12 @@ from services.gateway.server import ConnectionTimeouts
 from tests.gateway_stack import MODEL, GatewayStack
 from tests.noise import PATIENCE_S, least
 
-HEAD_S = 1.0  # in which this process sends a head
+HEAD_S = 2.0  # in which this process sends a head
 
 
 @pytest.fixture(scope="module")
 def hasty(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
-    """A gateway that waits one second for the head of a request."""
+    """A gateway that waits two seconds for the head of a request."""
     stack = GatewayStack(
         loop_thread,
         tmp_path_factory.mktemp("hasty"),
@@ -93,8 +93,8 @@ def test_client_that_closes_while_it_waits_is_noticed(stack):
 
 @pytest.mark.parametrize("drip", [b"", b"GET /health HT"], ids=["silent", "endless"])
 def test_late_head_ends_the_connection(hasty, drip):
+    start = time.monotonic()
     with connect(hasty) as connection:
-        start = time.monotonic()
         connection.sendall(drip)
         assert b" 408 " in read_all(connection)
         assert time.monotonic() - start > 0.9 * HEAD_S

@@ -30,6 +30,7 @@ from tests.attacks.images import small
 from tests.contract.test_gateway_openai import send_raw
 from tests.fakes import forever, raising
 from tests.gateway_stack import MODEL
+from tests.noise import PATIENCE_S
 
 KEPT = (Attempts, Completion, Image, RequestContext, Slot)
 LARGE = 1 << 20
@@ -83,7 +84,7 @@ FAILURES = {
 
 
 @contextlib.contextmanager
-def everything_is_freed(stack):
+def everything_is_freed(stack, patience_s=PATIENCE_S):
     """Nothing of a request is there at the end that was not at the start."""
     gc.collect()
     gc.disable()
@@ -92,7 +93,7 @@ def everything_is_freed(stack):
         yield
         stack.wait(lambda: stack.gateway.admission.num_running == 0)
         with contextlib.suppress(AssertionError):
-            stack.wait(lambda: count() <= before, 2.0)
+            stack.wait(lambda: count() <= before, patience_s)
         assert count() <= before
     finally:
         gc.enable()
@@ -134,7 +135,7 @@ def test_abandoned(stack):
 
 
 def test_a_cycle_would_be_seen(stack):
-    with pytest.raises(AssertionError), everything_is_freed(stack):
+    with pytest.raises(AssertionError), everything_is_freed(stack, 1.0):
         found = Image("", b"", ())
         found.units = [found]  # type: ignore[list-item]
         del found

@@ -18,6 +18,7 @@ from tests.contract.test_gateway_responses import (
 )
 from tests.gateway_fixtures import image_url
 from tests.gateway_stack import MODEL, GatewayStack
+from tests.noise import wait_until
 from tests.redis_server import RedisServer
 from tests.unit.gateway.test_answers import CALLS
 
@@ -337,6 +338,8 @@ def test_without_an_answer_of_redis_nothing_is_promised(gateways):
         assert refused.status_code == 503 and refused.headers["retry-after"]
     finally:
         server.thaw()
+    # Redis is asked again after a pause, in which the other tests would find nothing.
+    wait_until(lambda: post(here, "one").json()["store"], "answers are kept again")
 
 
 def test_entries_of_another_version_are_not_found(stack):

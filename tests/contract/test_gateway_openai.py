@@ -446,8 +446,9 @@ def test_disconnect_cancels_the_sequence(stack, stream):
 
     assert least(seconds, 1) < 1
     stack.wait(lambda: stack.gateway.admission.num_running == 0)
-    sent = len(stack.decoder.submits)
-    assert stack.metric("triptych_gateway_requests_total", outcome="cancelled") == cancelled + sent
+    expected = cancelled + len(stack.decoder.submits)
+    name = "triptych_gateway_requests_total"
+    stack.wait(lambda: stack.metric(name, outcome="cancelled") == expected)
 
 
 def test_disconnect_cancels_the_encode(stack):

@@ -20,6 +20,10 @@ def ask(stack, path, method, key=""):
 def test_metrics_are_those_of_the_port(stack):
     before = stack.metric("triptych_gateway_requests_total", outcome="stop")
     assert stack.chat().status_code == 200
+    # The gateway counts a request after it has written the answer.
+    stack.wait(
+        lambda: stack.metric("triptych_gateway_requests_total", outcome="stop") == before + 1
+    )
     response = ask(stack, "/metrics", "GET")
     assert response.headers["content-type"].startswith("text/plain")
     assert f'triptych_gateway_requests_total{{outcome="stop"}} {before + 1}' in response.text
@@ -27,7 +31,7 @@ def test_metrics_are_those_of_the_port(stack):
 
 def test_load_counts_requests_that_run(stack):
     assert ask(stack, "/load", "GET").json() == {"server_load": 0}
-    stack.decoder.delay_s = 0.2
+    stack.decoder.reply, stack.decoder.delay_s = [40] * 1000, 0.2
     with stack.client() as client:
         body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
         with client.stream("POST", "/v1/chat/completions", json=body) as response:

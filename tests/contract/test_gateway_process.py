@@ -28,8 +28,9 @@ from triptych.probes import gateway_ready
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def fakes(loop_thread):
+    """New ones for each test, which counts what they were sent."""
     encoder, decoder = FakeEncoder(), FakeDecoder(vocab_size=vocab_size())
     for fake in (encoder, decoder):
         loop_thread.run(fake.start())
@@ -77,7 +78,7 @@ def gateway(fakes, directory, **settings):
 def test_sigterm_ends_running_streams_and_refuses_new_requests(fakes, tmp_path):
     _, decoder = fakes
     with gateway(fakes, tmp_path) as (process, client):
-        decoder.reply, decoder.delay_s = [40] * 1000, 0.05
+        decoder.reply, decoder.delay_s = [40] * 1000, 0.1
         texts = []
 
         def stream():
@@ -125,7 +126,7 @@ def test_sigterm_ends_at_the_grace(fakes, tmp_path):
 
     def seconds() -> float:
         with gateway(fakes, tmp_path, GATEWAY_SHUTDOWN_GRACE_S="0.3") as (process, client):
-            decoder.reply, decoder.delay_s = [40] * 1000, 0.05
+            decoder.reply, decoder.delay_s = [40] * 1000, 0.1
             body = {**BODY, "stream": True}
             with client.stream("POST", "/v1/chat/completions", json=body) as answer:
                 next(answer.iter_bytes())
@@ -146,7 +147,7 @@ def test_requests_that_outlast_the_grace_or_a_second_signal_end_with_an_error(
 ):
     _, decoder = fakes
     with gateway(fakes, tmp_path, GATEWAY_SHUTDOWN_GRACE_S=grace_s) as (process, client):
-        decoder.reply, decoder.delay_s = [40] * 1000, 0.05
+        decoder.reply, decoder.delay_s = [40] * 1000, 0.1
         answers, begun = {}, threading.Event()
 
         def ask() -> None:

@@ -20,6 +20,7 @@ from services.common.errors import EngineLost, Overloaded
 from tests.fakes import forever, raising
 from tests.gateway_fixtures import image_url
 from tests.gateway_stack import MODEL, GatewayStack
+from tests.noise import PATIENCE_S
 from tests.search_cards import Card
 from tests.search_checkpoints import answering_tokenizer, appending_tokenizer
 from tests.tiny_tokenizer import added_ids
@@ -73,7 +74,7 @@ def _text(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
     directory = tmp_path_factory.mktemp("text")
     stack = start(
         loop_thread, directory, "embed", text_only=True, num_encoders=0, num_decoders=2,
-        request_timeout_s=20,
+        request_timeout_s=PATIENCE_S,
     )  # fmt: skip
     yield stack
     stack.close()
@@ -475,13 +476,13 @@ def test_metrics_count_prompts(text: GatewayStack) -> None:
     # The gateway counts a request after it has written the answer.
     expected = before + answer["usage"]["prompt_tokens"]
     text.wait(lambda: text.metric(name, kind="prompt") == expected)
-    assert text.metric("triptych_gateway_requests_total", outcome="stop") > 0
+    text.wait(lambda: text.metric("triptych_gateway_requests_total", outcome="stop") > 0)
 
 
 def test_a_decoder_of_another_task_gets_no_work(loop_thread, tmp_path) -> None:
     stack = start(
         loop_thread, tmp_path, "embed", text_only=True, num_encoders=0, num_decoders=2,
-        request_timeout_s=20,
+        request_timeout_s=PATIENCE_S,
     )  # fmt: skip
     try:
         chat = stack.decoders[1]

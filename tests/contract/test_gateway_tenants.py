@@ -42,7 +42,8 @@ def test_a_request_is_not_behind_the_flood_that_came_with_it(stack: GatewayStack
             opened.enter_context(socket.create_connection(("127.0.0.1", stack.port), PATIENCE_S))
             for _ in keys
         ]
-        stack.on_loop(lambda: None)  # all are accepted
+        accepted = stack.server.server_state.connections
+        stack.wait(lambda: len(accepted) == len(keys))
 
         # While the loop stands still all requests arrive; then it has them at once.
         def stand_still() -> None:

@@ -31,9 +31,10 @@ def post(stack, headers: dict[str, str], **fields: object) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_trace_holds_the_request_its_stages_and_the_services(stack, spans, stream):
     post(stack, {"traceparent": PARENT, "x-request-id": "my-id"}, stream=stream)
-    stack.wait(lambda: any(span.name == "http request" for span in spans.get_finished_spans()))
+    names = {"http request", "tokenize", "fetch", "encode call", "decode stream"}
+    stack.wait(lambda: names <= {span.name for span in spans.get_finished_spans()})
     found = {span.name: span for span in spans.get_finished_spans()}
-    assert found.keys() == {"http request", "tokenize", "fetch", "encode call", "decode stream"}
+    assert found.keys() == names
     trace_id = int(PARENT.split("-")[1], 16)
     assert {span.context.trace_id for span in found.values()} == {trace_id}
     root = found["http request"]

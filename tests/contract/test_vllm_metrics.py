@@ -66,6 +66,7 @@ def test_endpoints_show_build_and_process_and_former_names_but_no_twins(
     stack: GatewayStack,
 ) -> None:
     stack.chat(max_tokens=2)
+    stack.wait(lambda: stack.metric("triptych_gateway_requests_total", outcome="length") == 1)
     with stack.client() as client:
         text = client.get("/metrics").text
     assert 'triptych_build_info{python="' in text and 'service="gateway"' in text

@@ -65,7 +65,7 @@ async def link() -> AsyncIterator[Link]:
     await made.stop()
 
 
-async def said(streams: Streams, data: bytes, timeout_s: float = 5.0) -> bytes:
+async def said(streams: Streams, data: bytes, timeout_s: float = PATIENCE_S) -> bytes:
     reader, writer = streams
     writer.write(data)
     async with asyncio.timeout(timeout_s):

@@ -20,6 +20,7 @@ from services.common.process.channel import (
     FrontChannel,
     create_socket_pair,
 )
+from tests.noise import PATIENCE_S
 
 
 class Text(msgspec.Struct, tag="text"):
@@ -47,7 +48,7 @@ async def test_both_ways(pair: Pair) -> None:
     front = await FrontChannel.open(pair[0], Message)
     engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
     front.send(Text(1), Blob(b"\x00\xff"), Text(2, "ü"))
-    assert await asyncio.to_thread(engine.receive, 5.0) == [
+    assert await asyncio.to_thread(engine.receive, PATIENCE_S) == [
         Text(1), Blob(b"\x00\xff"), Text(2, "ü"),
     ]  # fmt: skip
     engine.send(Text(3))
@@ -64,19 +65,19 @@ def test_a_joined_channel_is_heard_until_it_is_closed(pair: Pair) -> None:
         engine.include(EngineChannel(end, Message))
     ends = [EngineChannel[Message](end, Message) for end, _ in others]
     ends[1].send(Text(1))
-    assert engine.receive(5.0) == [Text(1)]
+    assert engine.receive(PATIENCE_S) == [Text(1)]
     ends[0].send(Text(2))
     ends[0].send(Text(3))
     others[0][0].close()
     front.send(Text(4))
-    found = [*engine.receive(5.0), *engine.receive(0.0)]
+    found = [*engine.receive(PATIENCE_S), *engine.receive(0.0)]
     assert [message for message in found if message != Text(4)] == [Text(2), Text(3)]
     assert Text(4) in found
     ends[1].send(Text(5))
-    assert engine.receive(5.0) == [Text(5)]
+    assert engine.receive(PATIENCE_S) == [Text(5)]
     pair[0].close()
     with pytest.raises(ChannelClosed):
-        engine.receive(5.0)
+        engine.receive(PATIENCE_S)
     for each in others:
         for end in each:
             end.close()
@@ -89,7 +90,7 @@ async def test_a_message_larger_than_any_buffer(pair: Pair) -> None:
     front.send(large, Text(1))
     received: list[Message] = []
     while len(received) < 2:
-        received += await asyncio.to_thread(engine.receive, 5.0)
+        received += await asyncio.to_thread(engine.receive, PATIENCE_S)
     assert received == [large, Text(1)]
     sender = threading.Thread(target=engine.send, args=(large,))
     sender.start()
@@ -168,7 +169,7 @@ def test_the_fronts_end_is_noticed(pair: Pair) -> None:
     engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
     pair[0].close()
     with pytest.raises(ChannelClosed):
-        engine.receive(5.0)
+        engine.receive(PATIENCE_S)
     with pytest.raises(ChannelClosed):
         for _ in range(100):
             engine.send(Blob(bytes(1 << 20)))
@@ -179,4 +180,4 @@ def test_only_the_known_messages_are_decoded(pair: Pair) -> None:
     body = msgspec.msgpack.encode({"type": "exec", "code": "1"})
     pair[0].sendall(len(body).to_bytes(4, "little") + body)
     with pytest.raises(msgspec.ValidationError):
-        engine.receive(5.0)
+        engine.receive(PATIENCE_S)

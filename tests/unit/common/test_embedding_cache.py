@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -9,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 import numpy as np
 import pytest
 
+from services.common.embeddings import embedding_cache
 from services.common.embeddings.breaker import Breaker
 from services.common.embeddings.embedding import (
     STORED_HEADER_BYTES,
@@ -254,7 +256,10 @@ async def test_frozen_before_the_first_connection(
 async def test_connecting_at_the_start_spares_the_first_request_of_it(
     cache: RedisCache,
     redis_server: RedisServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(embedding_cache, "_CONNECT_TIMEOUT_S", PATIENCE_S)
+
     def connections() -> int:
         with redis_server.client() as client:
             return int(client.info("stats")["total_connections_received"])  # type: ignore[index]
@@ -398,18 +403,22 @@ def test_an_open_breaker_lets_one_command_try_after_each_pause() -> None:
 
 
 async def test_a_late_loop_is_not_a_late_redis(
-    redis_server: RedisServer,  # noqa: F811
-    open_cache: Callable[..., RedisCache],
+    cache: RedisCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reply that lies in the socket counts, however long this process was busy."""
-    cache = open_cache(redis_server.url, timeout_s=0.2)
     data = body()
-    await cache.connect()
-    await cache.write(KEY, SPEC, digest(data), data)
+    assert await cache.write(KEY, SPEC, digest(data), data)
+    assert await cache.has(KEY, SPEC)  # over the connection that is kept from here on
+    monkeypatch.setattr(cache, "_timeout_s", 0.2)
+    monkeypatch.setattr(embedding_cache, "_GRACE_S", PATIENCE_S)  # of 2 ms, noise may take all
+    connection = next(iter(cache._redis.connection_pool._available_connections))
     task = asyncio.create_task(cache.has(KEY, SPEC))
     for _ in range(3):
         await asyncio.sleep(0)
-    time.sleep(1.0)  # noqa: ASYNC251 - the point of the test
+    # The loop is busy until the reply is there, and beyond the timeout.
+    sock = connection._writer.get_extra_info("socket")
+    assert select.select([sock.fileno()], [], [], PATIENCE_S)[0]
+    time.sleep(0.3)  # noqa: ASYNC251 - the point of the test
     assert await task and cache.available
 
 

@@ -87,11 +87,11 @@ async def hangs_within(watch: EngineWatch, seconds: float) -> bool:
 @pytest.mark.parametrize("on_gpu", [True, False])
 async def test_an_engine_that_stands_still_hangs(engine, on_gpu):
     os.kill(engine.process.pid, signal.SIGSTOP)
-    assert await hangs_within(watch_of(engine, BUSY, on_gpu=on_gpu), 20)
+    assert await hangs_within(watch_of(engine, BUSY, on_gpu=on_gpu), PATIENCE_S)
 
 
 async def test_a_gpu_engine_that_waits_for_its_device_hangs(engine):
-    assert await hangs_within(watch_of(engine, BUSY, on_gpu=True), 20)
+    assert await hangs_within(watch_of(engine, BUSY, on_gpu=True), PATIENCE_S)
 
 
 async def test_a_cpu_engine_that_computes_does_not_hang(engine):

@@ -15,7 +15,7 @@ async def main():
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with create_channel(f"127.0.0.1:{port}") as channel:
-        await asyncio.wait_for(channel.channel_ready(), 20)
+        await asyncio.wait_for(channel.channel_ready(), 60)
     await server.stop(None)
 
 asyncio.run(main())

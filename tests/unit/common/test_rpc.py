@@ -19,6 +19,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.transport.rpc import abort, create_server, error_from_rpc
+from tests.noise import PATIENCE_S
 
 
 async def sent(error: TriptychError) -> grpc.aio.AioRpcError:
@@ -35,7 +36,7 @@ async def sent(error: TriptychError) -> grpc.aio.AioRpcError:
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary("/s/m")(b"", wait_for_ready=True, timeout=10)
+                await channel.unary_unary("/s/m")(b"", wait_for_ready=True, timeout=PATIENCE_S)
             return caught.value
     finally:
         await server.stop(None)
@@ -102,7 +103,7 @@ async def test_pings_that_arrive_together_end_no_connection() -> None:
         for number in range(8):
             writer.write(ping + struct.pack("!Q", number))
         answered = 0
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while answered < 8:
                 head = await reader.readexactly(9)
                 size, kind, flags = int.from_bytes(head[:3]), head[3], head[4]

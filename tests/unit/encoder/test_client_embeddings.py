@@ -151,14 +151,14 @@ async def test_memory_is_not_given_away_while_a_thread_writes_there(
 
     def slow(*arguments: Any) -> None:
         writing.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE_S)
         write_tensor(*arguments)
 
     monkeypatch.setattr(client_embeddings, "write_tensor", slow)
     clients = ClientEmbeddings(embeddings_of(store))
     caller = asyncio.create_task(clients.store(b"k" * 32, save({"e": rows()}), spec))
     try:
-        assert await asyncio.to_thread(writing.wait, 10)
+        assert await asyncio.to_thread(writing.wait, PATIENCE_S)
         caller.cancel()
         await asyncio.wait({caller}, timeout=0.05)
         assert store.arena.used_bytes

@@ -13,6 +13,7 @@ import pytest
 
 from services.common.embeddings.shared_memory import MemoryAddress, create_memory
 from services.common.errors import InvalidVideo, Overloaded, VideoNotHeld
+from services.encoder.decoding import child
 from services.encoder.decoding.child import ChildLost
 from services.encoder.decoding.clips.clip_pool import PROBE_BYTES, ClipPool, FrameLimits
 from tests.in_process_clips import frame_pixels
@@ -191,8 +192,11 @@ def test_a_worker_that_dies_is_replaced(held: Held) -> None:
         pool.close()
 
 
-def test_a_video_that_takes_too_long_is_refused(held: Held) -> None:
+def test_a_video_that_takes_too_long_is_refused(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel ends its worker; another takes its place."""
+    monkeypatch.setattr(child, "_WALL_FACTOR", PATIENCE_S / 0.05)  # the CPU time alone is short
     pool = ClipPool(1, memory_bytes=0, limits=FrameLimits(cpu_s=0.05))
     try:
         slow = held.put(make("lossless", frames=60, size=(720, 1280), options={"g": "600"}))

@@ -10,7 +10,9 @@ from services.common.errors import Overloaded, PayloadTooLarge
 from services.gateway.bounds import MEMORY_PER_BODY_BYTE, BodyLimits
 from services.gateway.endpoints.endpoint import admit
 from services.gateway.tenancy.admission import _CONNECTION_BYTES, Admission, largest_body
+from tests.fakes import once
 from tests.gateway_fixtures import asking, image_url
+from tests.noise import PATIENCE_S
 
 
 @asynccontextmanager
@@ -74,12 +76,13 @@ async def test_drain_refuses_new_and_waits_for_running():
     with pytest.raises(Overloaded):
         await take(admission)
     leave.set()
-    assert await admission.drain(5)
+    assert await admission.drain(PATIENCE_S)
     await task
 
 
 def test_full_gateway_refuses_before_image_work(stack):
-    stack.decoder.delay_s = 0.3
+    leave = threading.Event()
+    stack.decoder.before = once(leave.is_set)
     admission = stack.gateway.admission
     admission._running._most = 2
     try:
@@ -92,10 +95,12 @@ def test_full_gateway_refuses_before_image_work(stack):
         assert response.json()["error"]["code"] == "overloaded"
         assert response.headers["retry-after"] == "1"
         assert not stack.encoder.requests
+        leave.set()
         for thread in threads:
             thread.join()
         assert stack.chat(messages=asking(image_url())).status_code == 200
     finally:
+        leave.set()
         admission._running._most = 512
 
 
