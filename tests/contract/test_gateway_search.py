@@ -244,6 +244,10 @@ def test_an_input_beyond_the_context_is_refused_or_cut(text: GatewayStack) -> No
         ({"input": "a", "cache_salt": "a/b"}, "cache_salt"),
         ({"input": "a", "pooling": "mean"}, "pooling"),
         ({"input": "a", "normalize": False}, "normalize"),
+        ({"input": "a", "late_chunking": True}, "late_chunking"),
+        ({"input": "a", "task": "retrieval.query"}, "task"),
+        ({"input": "a", "truncate": True}, "truncate"),
+        ({"input": "a", "embedding_type": "ubinary"}, "embedding_type"),
     ],
 )
 def test_a_wrong_request_is_refused_by_its_field(
@@ -257,7 +261,7 @@ def test_hints_change_nothing(text: GatewayStack) -> None:
     plain = vectors(text, input="a")
     hinted = vectors(
         text, input="a", user="me", add_special_tokens=True, continue_final_message=True,
-        normalize=True,
+        normalize=True, late_chunking=False, embedding_type="float", truncate=False,
     )  # fmt: skip
     np.testing.assert_array_equal(plain, hinted)
 
@@ -277,6 +281,19 @@ def test_images_and_texts_are_one_input(embedder: GatewayStack) -> None:
         np.testing.assert_allclose(found, unit(placed(card.embed_vision(parts))), atol=1e-6)
     # One image, one key: the second prompt's encode call joins or finds the first one's.
     assert len({image.image_key for s in embedder.decoder.submits for image in s.images}) == 1
+
+
+def test_the_url_of_an_image_as_an_input_is_the_image(
+    embedder: GatewayStack, text: GatewayStack
+) -> None:
+    """As Jina's clients send it. To a model without images it is a text."""
+    alone, named = vectors(embedder, input=[IMAGE, {"image": IMAGE}])
+    np.testing.assert_array_equal(alone, named)
+    bad = refusal(embedder, "/v1/embeddings", input=["a", "data:image/png;base64,AAAA"])
+    assert (bad["code"], bad["param"]) == ("invalid_image", "input[1].image")
+    small = "data:image/png;base64,AAAA"
+    ids = Card(text.model_directory).embed_text(small)
+    np.testing.assert_allclose(vectors(text, input=small)[0], unit(ids), atol=1e-6)
 
 
 def test_messages_are_one_input(embedder: GatewayStack) -> None:
@@ -416,7 +433,7 @@ def test_scores_have_vllms_names_and_shapes(reranker: GatewayStack) -> None:
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"documents": ["a"]}, "query"),
         ("/v2/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
-        ("/v2/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 8},
+        ("/v2/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": -1},
          "max_tokens_per_doc"),
         ("/v1/rerank", {"query": {"text": "a", "instruction": "b"}, "documents": ["c"]},
          "query.instruction"),
@@ -432,6 +449,34 @@ def test_a_wrong_ranking_is_refused_by_its_field(
     reranker: GatewayStack, path: str, fields: dict[str, Any], param: str
 ) -> None:
     assert refusal(reranker, path, **fields)["param"] == param
+
+
+def test_documents_are_cut_to_their_tokens(reranker: GatewayStack) -> None:
+    """As in Cohere's and vLLM's API; Haystack's client of Cohere always sends 4,096."""
+    tokenizer = Card(reranker.model_directory).tokenizer
+    long = "The quick brown fox jumps over the lazy dog. " * 10
+    ids = tokenizer.encode(long, add_special_tokens=False)
+    cut = tokenizer.decode(ids[:20])
+    assert tokenizer.encode(cut, add_special_tokens=False) == ids[:20]
+    expected = documents_of(reranker, "q", ["a fox", cut])
+    fields: dict[str, Any] = {"documents": ["a fox", long], "max_tokens_per_doc": 20}
+    found = post(reranker, "/v1/score", queries="q", **fields).json()["data"]
+    assert [each["score"] for each in found] == pytest.approx(expected, abs=1e-6)
+    assert [each.get("truncated") for each in found] == [None, True]
+    ranked = post(reranker, "/v2/rerank", query="q", **fields).json()["results"]
+    assert {each["index"]: each["relevance_score"] for each in ranked} == pytest.approx(
+        dict(enumerate(expected)), abs=1e-6
+    )
+    # More than the context, and left whole.
+    fields["documents"] = ["a fox", long * 20]
+    assert post(reranker, "/v2/rerank", query="q", **fields).status_code == 200
+    whole = documents_of(reranker, "q", [long])
+    for most in (0, 4096):
+        kept = post(
+            reranker, "/v1/score", queries="q", documents=long, max_tokens_per_doc=most
+        ).json()["data"]
+        assert kept[0]["score"] == pytest.approx(whole[0], abs=1e-6)
+        assert "truncated" not in kept[0]
 
 
 def test_a_decoder_that_dies_is_replaced(text: GatewayStack) -> None:

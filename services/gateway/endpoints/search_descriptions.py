@@ -8,6 +8,9 @@ _WAS_CUT = "True if the prompt was cut to `truncate_prompt_tokens`. Absent other
 _ANSWERING = "Name of the model that answered."
 _QUERIES = "A query for all documents, or one for each: texts, or objects with images and clips."
 _DOCUMENTS = "Documents, up to 2,048: texts, or objects with images and clips."
+_CUT_DOCUMENT = (
+    "Most tokens of a document's text; a longer one is cut on the right. 0 and the default are all."
+)
 _REQUEST = {"instruction": _INSTRUCTION, "truncate_prompt_tokens": _CUT}
 
 SEARCH: Mapping[str, Mapping[str, str]] = {
@@ -29,6 +32,7 @@ SEARCH: Mapping[str, Mapping[str, str]] = {
         **_REQUEST,
         "query": "The query: a text, or an object with images and clips.",
         "documents": _DOCUMENTS,
+        "max_tokens_per_doc": _CUT_DOCUMENT,
         "top_n": "Number of documents in the answer. 0 and the default are all.",
         "return_documents": "True shows the text of each document. Defaults to true at `/v1/rerank` and to false at `/v2/rerank`.",
     },
@@ -36,6 +40,7 @@ SEARCH: Mapping[str, Mapping[str, str]] = {
         **_REQUEST,
         "queries": _QUERIES,
         "documents": _DOCUMENTS,
+        "max_tokens_per_doc": _CUT_DOCUMENT,
         "text_1": "Another name of `queries`.",
         "text_2": "Another name of `documents`.",
         "data_1": "Another name of `queries`.",

@@ -32,6 +32,7 @@ from services.gateway.forms.search import (
     SearchFields,
     SearchItem,
     SearchUsage,
+    is_image,
     parse_embedding_request,
     parse_rerank_request,
     parse_score_request,
@@ -270,6 +271,8 @@ async def _embedding_prompts(search: SearchService, request: EmbeddingRequest) -
             paths = {"messages": path}
             prompts.append(_Prompt(draft, request.chat(""), paths))
         else:
+            if isinstance(given, str) and search.takes_images and is_image(given):
+                given = SearchItem(image=given)
             content, paths = _content(given, 0, path)
             own = given.instruction if isinstance(given, SearchItem) else None
             instruction = request.instruction if own is None else own

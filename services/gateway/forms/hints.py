@@ -61,7 +61,9 @@ TABLE: Sequence[Hints] = (
     Hints(
         _SEARCH,
         {**_all("user metadata request_id safety_identifier add_generation_prompt "
-                "continue_final_message late_chunking"),
+                "continue_final_message"),
+         "late_chunking": (False,), "return_multivector": (False,), "truncate": (False,),
+         "embedding_type": ("float",), "encoding_type": ("float",),
          "add_special_tokens": (True,), "normalize": (True,), "normalized": (True,),
          "embed_dtype": ("float32", "auto"), "endianness": ("native", "little"),
          "use_activation": (True,), "softmax": (True,), "activation": (True,),

@@ -5,6 +5,7 @@ an object with `text`, `image` and `video`, as the reference code of the model c
 `content` takes the content parts of a chat message in their place.
 """
 
+import re
 from typing import Annotated, Any, Literal, cast
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -97,6 +98,14 @@ class SearchFields(Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
 
+_IMAGE = re.compile(r"data:image/[\w.+-]{1,32};base64,")
+
+
+def is_image(text: str) -> bool:
+    """Returns whether a text is the `data:` URL of an image, as Jina's clients send images."""
+    return _IMAGE.match(text) is not None
+
+
 class EmbeddingRequest(SearchFields, kw_only=True):
     """POST /v1/embeddings. `messages` is one input: a user message, with the instruction as the
     system message before it.
@@ -123,7 +132,13 @@ class EmbeddingRequest(SearchFields, kw_only=True):
         return cast("list[Input | list[int]]", given)
 
 
-class RerankRequest(SearchFields, kw_only=True):
+class PairFields(SearchFields, kw_only=True):
+    """The fields of requests for pairs of a query and a document."""
+
+    max_tokens_per_doc: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+
+
+class RerankRequest(PairFields, kw_only=True):
     """POST /v1/rerank and /v2/rerank."""
 
     query: Input
@@ -135,7 +150,7 @@ class RerankRequest(SearchFields, kw_only=True):
 _Side = Input | Annotated[list[Input], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
-class ScoreRequest(SearchFields, kw_only=True):
+class ScoreRequest(PairFields, kw_only=True):
     """POST /v1/score: pairs of a query and a document, under the names of vLLM's versions."""
 
     queries: _Side | None = None

@@ -1,7 +1,7 @@
 """What to use instead of fields of older APIs and of kinds of content that are not served.
 
 The names are those that clients of earlier vLLM, of OpenAI's first chat API, of Ollama, SGLang,
-llama.cpp and Hugging Face's servers send.
+llama.cpp, Jina, Cohere and Hugging Face's servers send.
 """
 
 from collections.abc import Collection, Mapping
@@ -29,6 +29,12 @@ _FIELDS: Mapping[str, tuple[str, str]] = {
     "min_new_tokens": ("min_tokens", "NUMBER"),
     "repeat_penalty": ("repetition_penalty", "NUMBER"),
     "stop_sequences": ("stop", "[TEXT, ...]"),
+    "task": ("instruction", "TEXT"),
+    "input_type": ("instruction", "TEXT"),
+    "prompt_name": ("instruction", "TEXT"),
+    "truncate": ("truncate_prompt_tokens", "-1"),
+    "embedding_type": ("encoding_format", "float or base64"),
+    "encoding_type": ("encoding_format", "float or base64"),
     "images": ("messages", "in whose content an image is a part of type image_url"),
 }
 # Types of content parts -> why they are refused.

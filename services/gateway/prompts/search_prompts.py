@@ -27,6 +27,7 @@ from services.common.errors import InvalidRequest
 from services.common.model_spec import ModelSpec, ModelSpecError
 from services.gateway.bounds import Bounds
 from services.gateway.forms.openai import ChatRequest
+from services.gateway.forms.search import text_of
 from services.gateway.prompts.conversation import read_messages
 from services.gateway.prompts.prompt import Draft
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
@@ -122,12 +123,16 @@ class SearchPrompts:
         """Ids that stand for an image or a video in a draft."""
         return [ids[1] for ids in self._media.values()]
 
-    def draft(self, request: ChatRequest, instruction: str | None) -> SearchDraft:
+    def draft(
+        self, request: ChatRequest, instruction: str | None, max_document_tokens: int | None = None
+    ) -> SearchDraft:
         """Makes the prompt of an input, or of a query and a document.
 
         Args:
             request: one user message with the input, or two with the query and the document.
             instruction: task of the search in a sentence. None for the model's own.
+            max_document_tokens: most tokens of the text of a pair's document, which is cut on the
+                right. None if it is not cut.
 
         Raises:
             InvalidRequest: the model takes no images or videos, or too many are given.
@@ -139,6 +144,10 @@ class SearchPrompts:
         if self._ranks:
             make = self._vision_pair if self._takes_images else self._text_pair
             found = make(contents[0], contents[1], instruction)
+            if max_document_tokens is not None:
+                document = self._tokenizer.encode_text(text_of(request.messages[1]))
+                if (excess := len(document) - max_document_tokens) > 0:
+                    found = found.shortened(excess, self.placeholders)
         elif self._takes_images:
             found = self._vision_input(contents[0], instruction)
         else:

@@ -17,7 +17,7 @@ from services.common.model_spec import ModelSpec, Task
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.forms.openai import ChatRequest
-from services.gateway.forms.search import SearchFields, text_of
+from services.gateway.forms.search import PairFields, SearchFields, text_of
 from services.gateway.metrics import Timings
 from services.gateway.prompts.search_prompts import SearchDraft, SearchPrompts
 from services.gateway.request.attempts import Attempts
@@ -51,6 +51,11 @@ class SearchService:
         """Task of the model: `embed` or `rank`."""
         return self.spec.task
 
+    @property
+    def takes_images(self) -> bool:
+        """True if an input may have images."""
+        return self.spec.vision is not None
+
     async def draft(
         self, request: SearchFields, chat: ChatRequest, instruction: str | None
     ) -> SearchDraft:
@@ -67,12 +72,14 @@ class SearchService:
         max_tokens = self.chat.decoder(request.model).max_model_len
         is_cut = request.truncate_prompt_tokens is not None
         text = "".join(map(text_of, chat.messages))
-        most = max_tokens * (MAX_CONTEXTS_TO_CUT if is_cut else 1)
+        document = (request.max_tokens_per_doc or None) if isinstance(request, PairFields) else None
+        most = max_tokens * (1 if document is None and not is_cut else MAX_CONTEXTS_TO_CUT)
         self.chat.tokenizer.check_length(text, most)
+        make, threads = self.prompts.draft, self.chat.drafts.threads
         if len(text) <= _INLINE_CHARS:
-            draft = self.prompts.draft(chat, instruction)
+            draft = make(chat, instruction, document)
         else:
-            draft = await self.chat.drafts.threads.run(self.prompts.draft, chat, instruction)
+            draft = await threads.run(make, chat, instruction, document)
         if not is_cut:
             check_room(len(draft.draft.token_ids), max_tokens)
         return draft
