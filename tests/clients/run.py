@@ -11,9 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -32,7 +33,11 @@ SCRIPTS = {
     "with_lm_eval.py": "lm_eval", "with_vllm_bench.py": "vllm_bench",
     "with_agents.py": "openai", "with_litellm_proxy.py": "litellm_proxy",
     "with_openai.mjs": "node", "with_ai_sdk.mjs": "node",
+    "with_haystack.py": "haystack", "with_dify.py": "dify", "with_retrieval.py": "retrieval",
 }  # fmt: skip
+# Scripts that need models for search, and these models in tests/tiny_search_models.py.
+SEARCH = ("with_haystack.py", "with_dify.py", "with_retrieval.py")
+SEARCH_MODELS = ("text_embedder", "vision_embedder", "text_reranker")
 TIMEOUT_S = 300
 
 
@@ -80,9 +85,10 @@ def outcomes(script: str, environment: dict[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def server() -> Iterator[str]:
+def server(*arguments: object) -> Iterator[str]:
     """`triptych serve`, and its URL."""
     command = [sys.executable, "-m", "triptych", "serve", "--port", "0", "--gateways", "1"]
+    command += map(str, arguments)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stdout is not None
@@ -95,6 +101,23 @@ def server() -> Iterator[str]:
         process.wait()
 
 
+@contextmanager
+def search_servers() -> Iterator[dict[str, str]]:
+    """A server for each tiny model for search, as variables of the scripts' environment: the URL,
+    and the directory of the checkpoint.
+    """
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        found: dict[str, str] = {}
+        for kind in SEARCH_MODELS:
+            command = [sys.executable, "-m", "tests.tiny_search_models", kind, place / kind]
+            subprocess.run(command, cwd=ROOT, check=True)
+            directory, name = place / kind / "model", f"TRIPTYCH_{kind.upper()}"
+            started = server(directory, "--served-model-name", "tiny")
+            found |= {name: stack.enter_context(started), f"{name}_FILES": str(directory)}
+        yield found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", help="a running server, instead of one started here")
@@ -104,10 +127,14 @@ def main() -> int:
     for script in set(options.only) - set(scripts):
         print(f"{script}: left out, VLLM_SOURCE is not set", file=sys.stderr)
     table: dict[str, dict[str, str]] = {}
-    with contextmanager(lambda: iter([options.url]))() if options.url else server() as url:
+    with ExitStack() as stack:
+        url = options.url
+        if url is None and set(scripts) - set(SEARCH):
+            url = stack.enter_context(server())
+        of_search = stack.enter_context(search_servers()) if set(scripts) & set(SEARCH) else {}
         environment = {
-            **os.environ, "TRIPTYCH_URL": url, "TRIPTYCH_IMAGE": str(IMAGE), "PYTHONPATH": "",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            **os.environ, **of_search, "TRIPTYCH_URL": url or "", "TRIPTYCH_IMAGE": str(IMAGE),
+            "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }  # fmt: skip
         for script in scripts:
             table[script] = outcomes(script, environment)

@@ -21,14 +21,7 @@ from PIL import Image
 from tests.e2e.cluster import Service, wait_until
 from tests.noise import PATIENCE_S
 from tests.search_cards import Card
-from tests.search_checkpoints import make_embedder, make_reranker
-from tests.tiny_tokenizer import (
-    TEXT_CONFIG,
-    added_ids,
-    vocab_size,
-    write_conversation_files,
-    write_model_directory,
-)
+from tests.tiny_tokenizer import added_ids
 from triptych.probes import gateway_ready
 
 if TYPE_CHECKING:  # torch and transformers are imported where they are used: see tiny_tower.py
@@ -147,25 +140,10 @@ def stopped(stack: Stack) -> None:
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Qwen3-VL-Embedding's kind."""
-    import json
-
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    from services.common.families import read_spec
-    from tests.parity.oracle import Oracle, fill
+    from tests.tiny_search_models import vision_embedder
 
     directory = tmp_path_factory.mktemp("embedder")
-    source = write_model_directory(directory / "source")
-    config = json.loads((source / "config.json").read_text()) | {"model_type": "qwen3_vl"}
-    (source / "config.json").write_text(json.dumps(config))
-    model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(source)).eval()
-    fill(model, 3)
-    model.save_pretrained(directory / "model")
-    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
-        (directory / "model" / name).write_text((source / name).read_text())
-    write_conversation_files(directory / "model")
-    made = make_embedder(directory / "model")
-    stack = started(Oracle(made, model, read_spec(made)), directory, images=True)
+    stack = started(vision_embedder(directory), directory, images=True)
     yield stack
     stopped(stack)
 
@@ -173,21 +151,10 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.fixture(scope="module")
 def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Qwen3-Reranker's kind."""
-    from transformers import Qwen3Config
-
-    from services.common.families import read_spec
-    from tests.parity.oracle import Oracle
-    from tests.parity.text_oracle import make_text_oracle
+    from tests.tiny_search_models import text_reranker
 
     directory = tmp_path_factory.mktemp("reranker")
-    config = Qwen3Config(
-        **TEXT_CONFIG, vocab_size=vocab_size(), tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    oracle = make_text_oracle(config, directory / "model")
-    write_conversation_files(oracle.directory)
-    made = make_reranker(oracle.directory)
-    stack = started(Oracle(made, oracle.model, read_spec(made)), directory, images=False)
+    stack = started(text_reranker(directory), directory, images=False)
     yield stack
     stopped(stack)
 
