@@ -122,6 +122,7 @@ class FakeEncoder(_FakeServer):
         before: awaited before each answer; may sleep, or raise a TriptychError to be sent.
         requests: all requests so far.
         num_cancelled: calls that the caller cancelled.
+        key_frames: frames behind the first with which decoding of any video may start.
     """
 
     SERVICE = encoder_pb2.DESCRIPTOR.services_by_name["Encoder"]
@@ -152,6 +153,7 @@ class FakeEncoder(_FakeServer):
         self.before_probe: Callable[[bytes], Awaitable[None]] | None = None
         self.num_tokens_error = 0
         self.num_cancelled = 0
+        self.key_frames: Sequence[int] = ()
 
     async def Describe(self, request, context):
         return self.description
@@ -173,6 +175,7 @@ class FakeEncoder(_FakeServer):
             height=found.size[0], width=found.size[1],
             duration_s=found.num_frames / found.rate if found.rate else 0.0,
             frame_digests=frame_digests(request.video, found.num_frames),
+            key_frames=np.array(self.key_frames, "<i4").tobytes(),
         )  # fmt: skip
 
     async def Upload(self, request, context):

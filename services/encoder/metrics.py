@@ -12,10 +12,15 @@ from services.encoder.engine.messages import EngineStats
 
 _BATCH_IMAGES = (1, 2, 4, 8, 16, 32, 64, 128)
 _BATCH_PATCHES = tuple(1 << n for n in range(6, 19))
+_REMEMBERED = 0.9  # weight of the batches before, with each batch, in the device's speed
 
 
 class EncoderMetrics:
-    """All metrics of one encoder, in their own registry."""
+    """All metrics of one encoder, in their own registry.
+
+    Attributes:
+        patch_s: the device's seconds per patch, over the last batches. 0 before the first batch.
+    """
 
     def __init__(self) -> None:
         self.registry = registry = new_registry("encoder")
@@ -80,6 +85,7 @@ class EncoderMetrics:
             "implementation",
         )
         self._last_stats = EngineStats(0, 0)
+        self.patch_s = self._recent_s = self._recent_patches = 0.0
         self.silence = gauge(
             "engine_silence_seconds", "Time since the engine last showed that it works."
         )
@@ -93,8 +99,12 @@ class EncoderMetrics:
         last, self._last_stats = self._last_stats, stats
         self.batch_images.observe(stats.num_images - last.num_images)
         self.batch_patches.observe(stats.num_patches - last.num_patches)
-        self.patches_encoded.inc(stats.num_patches - last.num_patches)
         self.busy_seconds.inc(stats.busy_s - last.busy_s)
+        new_patches = stats.num_patches - last.num_patches
+        self.patches_encoded.inc(new_patches)
+        self._recent_s = _REMEMBERED * self._recent_s + stats.busy_s - last.busy_s
+        self._recent_patches = _REMEMBERED * self._recent_patches + new_patches
+        self.patch_s = self._recent_s / max(self._recent_patches, 1.0)
         for kernel, count in stats.kernel_calls.items():
             operation, _, implementation = kernel.partition("=")
             calls = self.kernel_calls.labels(operation, implementation)

@@ -510,13 +510,13 @@ def test_an_encoder_that_dies_of_a_video_is_replaced_once(pair):
 
     for encoder in pair.encoders:
         encoder.before = die_once
-    ask(pair, video(clip(num_frames=75)))
+    ask(pair, video(clip(num_frames=75, tag="dies")))
     assert len(probed()) == 2
     pair.reset()
     for encoder, decoder in zip(pair.encoders, pair.decoders, strict=True):
         encoder.before = die
         decoder.before = lambda _: asyncio.sleep(60)
-    status, code, param, _ = refused_after(pair, video(clip(num_frames=75)))
+    status, code, param, _ = refused_after(pair, video(clip(num_frames=75, tag="dies twice")))
     assert (status, code, param) == (400, "invalid_video", PLACE)
 
 

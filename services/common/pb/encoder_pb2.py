@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n services/common/pb/encoder.proto\x12\x0btriptych.v1\"\x18\n\x16\x44\x65scribeEncoderRequest\"\xcc\x01\n\x17\x44\x65scribeEncoderResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x12\n\nkey_prefix\x18\x02 \x01(\x0c\x12!\n\x05\x64type\x18\x03 \x01(\x0e\x32\x12.triptych.v1.DType\x12\x14\n\x0cnum_features\x18\x04 \x01(\r\x12\x0e\n\x06hidden\x18\x05 \x01(\r\x12\x19\n\x11max_image_patches\x18\x06 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\x0c\x12\x10\n\x08protocol\x18\x08 \x01(\r\"\'\n\x04Grid\x12\t\n\x01t\x18\x01 \x01(\r\x12\t\n\x01h\x18\x02 \x01(\r\x12\t\n\x01w\x18\x03 \x01(\r\"Z\n\x0cProbeRequest\x12\r\n\x05video\x18\x01 \x01(\x0c\x12\x14\n\x0cvideo_digest\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x15\n\rtenant_weight\x18\x04 \x01(\x02\"\x97\x01\n\rProbeResponse\x12\x14\n\x0cvideo_digest\x18\x01 \x01(\x0c\x12\x12\n\nnum_frames\x18\x02 \x01(\r\x12\x0c\n\x04rate\x18\x03 \x01(\x01\x12\x0e\n\x06height\x18\x04 \x01(\r\x12\r\n\x05width\x18\x05 \x01(\r\x12\x12\n\nduration_s\x18\x06 \x01(\x01\x12\x15\n\rframe_digests\x18\x08 \x01(\x0cJ\x04\x08\x07\x10\x08\"-\n\rUploadRequest\x12\x0c\n\x04\x66ile\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"0\n\x0eUploadResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06kept_s\x18\x02 \x01(\r\"A\n\x0f\x44ownloadRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\" \n\x10\x44ownloadResponse\x12\x0c\n\x04\x66ile\x18\x01 \x01(\x0c\"*\n\tFramePair\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0e\n\x06second\x18\x02 \x01(\r\"\x8b\x02\n\rEncodeRequest\x12\x11\n\timage_key\x18\x01 \x01(\x0c\x12\r\n\x05image\x18\x02 \x01(\x0c\x12\x1f\n\x04grid\x18\x03 \x01(\x0b\x32\x11.triptych.v1.Grid\x12\x12\n\ncache_salt\x18\x04 \x01(\x0c\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x15\n\rtenant_weight\x18\x06 \x01(\x02\x12\x12\n\nbackground\x18\x0b \x01(\x08\x12&\n\x06\x66rames\x18\x07 \x01(\x0b\x32\x16.triptych.v1.FramePair\x12\x14\n\x0cvideo_digest\x18\x08 \x01(\x0c\x12\x14\n\x0cis_embedding\x18\n \x01(\x08\x12\x14\n\x0csecond_image\x18\t \x01(\x0c\"\xcd\x01\n\x0e\x45ncodeResponse\x12\x32\n\x06source\x18\x01 \x01(\x0e\x32\".triptych.v1.EncodeResponse.Source\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"m\n\x06Source\x12\x16\n\x12SOURCE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSOURCE_COMPUTED\x10\x01\x12\x11\n\rSOURCE_MEMORY\x10\x02\x12\x10\n\x0cSOURCE_REDIS\x10\x03\x12\x11\n\rSOURCE_JOINED\x10\x04J\x04\x08\x03\x10\x07\"L\n\x0c\x46\x65tchRequest\x12\x11\n\timage_key\x18\x01 \x01(\x0c\x12\x13\n\x0breader_host\x18\x02 \x01(\x0c\x12\x14\n\x0ctell_waiting\x18\x03 \x01(\x08\"\x9f\x02\n\rFetchResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.triptych.v1.FetchHeaderH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.triptych.v1.FetchChunkH\x00\x12,\n\x07trailer\x18\x03 \x01(\x0b\x32\x19.triptych.v1.FetchTrailerH\x00\x12*\n\x06shared\x18\x04 \x01(\x0b\x32\x18.triptych.v1.FetchSharedH\x00\x12(\n\x05ready\x18\x05 \x01(\x0b\x32\x17.triptych.v1.FetchReadyH\x00\x12,\n\x07waiting\x18\x06 \x01(\x0b\x32\x19.triptych.v1.FetchWaitingH\x00\x42\x06\n\x04part\"\x1f\n\x0c\x46\x65tchWaiting\x12\x0f\n\x07in_work\x18\x01 \x01(\x08\"}\n\x0b\x46\x65tchHeader\x12\x11\n\timage_key\x18\x01 \x01(\x0c\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.triptych.v1.DType\x12\x14\n\x0cnum_features\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x0e\n\x06hidden\x18\x05 \x01(\r\"*\n\nFetchChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x1e\n\x0c\x46\x65tchTrailer\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"X\n\x0b\x46\x65tchShared\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06offset\x18\x05 \x01(\x04\"0\n\nFetchReady\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04*X\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x32\xb1\x03\n\x07\x45ncoder\x12U\n\x08\x44\x65scribe\x12#.triptych.v1.DescribeEncoderRequest\x1a$.triptych.v1.DescribeEncoderResponse\x12>\n\x05Probe\x12\x19.triptych.v1.ProbeRequest\x1a\x1a.triptych.v1.ProbeResponse\x12\x41\n\x06\x45ncode\x12\x1a.triptych.v1.EncodeRequest\x1a\x1b.triptych.v1.EncodeResponse\x12\x41\n\x06Upload\x12\x1a.triptych.v1.UploadRequest\x1a\x1b.triptych.v1.UploadResponse\x12G\n\x08\x44ownload\x12\x1c.triptych.v1.DownloadRequest\x1a\x1d.triptych.v1.DownloadResponse\x12@\n\x05\x46\x65tch\x12\x19.triptych.v1.FetchRequest\x1a\x1a.triptych.v1.FetchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n services/common/pb/encoder.proto\x12\x0btriptych.v1\"\x18\n\x16\x44\x65scribeEncoderRequest\"\xcc\x01\n\x17\x44\x65scribeEncoderResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x12\n\nkey_prefix\x18\x02 \x01(\x0c\x12!\n\x05\x64type\x18\x03 \x01(\x0e\x32\x12.triptych.v1.DType\x12\x14\n\x0cnum_features\x18\x04 \x01(\r\x12\x0e\n\x06hidden\x18\x05 \x01(\r\x12\x19\n\x11max_image_patches\x18\x06 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\x0c\x12\x10\n\x08protocol\x18\x08 \x01(\r\"\'\n\x04Grid\x12\t\n\x01t\x18\x01 \x01(\r\x12\t\n\x01h\x18\x02 \x01(\r\x12\t\n\x01w\x18\x03 \x01(\r\"Z\n\x0cProbeRequest\x12\r\n\x05video\x18\x01 \x01(\x0c\x12\x14\n\x0cvideo_digest\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x15\n\rtenant_weight\x18\x04 \x01(\x02\"\xab\x01\n\rProbeResponse\x12\x14\n\x0cvideo_digest\x18\x01 \x01(\x0c\x12\x12\n\nnum_frames\x18\x02 \x01(\r\x12\x0c\n\x04rate\x18\x03 \x01(\x01\x12\x0e\n\x06height\x18\x04 \x01(\r\x12\r\n\x05width\x18\x05 \x01(\r\x12\x12\n\nduration_s\x18\x06 \x01(\x01\x12\x15\n\rframe_digests\x18\x08 \x01(\x0c\x12\x12\n\nkey_frames\x18\t \x01(\x0cJ\x04\x08\x07\x10\x08\"-\n\rUploadRequest\x12\x0c\n\x04\x66ile\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"0\n\x0eUploadResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06kept_s\x18\x02 \x01(\r\"A\n\x0f\x44ownloadRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\" \n\x10\x44ownloadResponse\x12\x0c\n\x04\x66ile\x18\x01 \x01(\x0c\"*\n\tFramePair\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0e\n\x06second\x18\x02 \x01(\r\"\x8b\x02\n\rEncodeRequest\x12\x11\n\timage_key\x18\x01 \x01(\x0c\x12\r\n\x05image\x18\x02 \x01(\x0c\x12\x1f\n\x04grid\x18\x03 \x01(\x0b\x32\x11.triptych.v1.Grid\x12\x12\n\ncache_salt\x18\x04 \x01(\x0c\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x15\n\rtenant_weight\x18\x06 \x01(\x02\x12\x12\n\nbackground\x18\x0b \x01(\x08\x12&\n\x06\x66rames\x18\x07 \x01(\x0b\x32\x16.triptych.v1.FramePair\x12\x14\n\x0cvideo_digest\x18\x08 \x01(\x0c\x12\x14\n\x0cis_embedding\x18\n \x01(\x08\x12\x14\n\x0csecond_image\x18\t \x01(\x0c\"\xde\x01\n\x0e\x45ncodeResponse\x12\x32\n\x06source\x18\x01 \x01(\x0e\x32\".triptych.v1.EncodeResponse.Source\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0f\n\x07patch_s\x18\x07 \x01(\x02\"m\n\x06Source\x12\x16\n\x12SOURCE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSOURCE_COMPUTED\x10\x01\x12\x11\n\rSOURCE_MEMORY\x10\x02\x12\x10\n\x0cSOURCE_REDIS\x10\x03\x12\x11\n\rSOURCE_JOINED\x10\x04J\x04\x08\x03\x10\x07\"L\n\x0c\x46\x65tchRequest\x12\x11\n\timage_key\x18\x01 \x01(\x0c\x12\x13\n\x0breader_host\x18\x02 \x01(\x0c\x12\x14\n\x0ctell_waiting\x18\x03 \x01(\x08\"\x9f\x02\n\rFetchResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.triptych.v1.FetchHeaderH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.triptych.v1.FetchChunkH\x00\x12,\n\x07trailer\x18\x03 \x01(\x0b\x32\x19.triptych.v1.FetchTrailerH\x00\x12*\n\x06shared\x18\x04 \x01(\x0b\x32\x18.triptych.v1.FetchSharedH\x00\x12(\n\x05ready\x18\x05 \x01(\x0b\x32\x17.triptych.v1.FetchReadyH\x00\x12,\n\x07waiting\x18\x06 \x01(\x0b\x32\x19.triptych.v1.FetchWaitingH\x00\x42\x06\n\x04part\"\x1f\n\x0c\x46\x65tchWaiting\x12\x0f\n\x07in_work\x18\x01 \x01(\x08\"}\n\x0b\x46\x65tchHeader\x12\x11\n\timage_key\x18\x01 \x01(\x0c\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.triptych.v1.DType\x12\x14\n\x0cnum_features\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x0e\n\x06hidden\x18\x05 \x01(\r\"*\n\nFetchChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x1e\n\x0c\x46\x65tchTrailer\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"X\n\x0b\x46\x65tchShared\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06offset\x18\x05 \x01(\x04\"0\n\nFetchReady\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04*X\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x32\xb1\x03\n\x07\x45ncoder\x12U\n\x08\x44\x65scribe\x12#.triptych.v1.DescribeEncoderRequest\x1a$.triptych.v1.DescribeEncoderResponse\x12>\n\x05Probe\x12\x19.triptych.v1.ProbeRequest\x1a\x1a.triptych.v1.ProbeResponse\x12\x41\n\x06\x45ncode\x12\x1a.triptych.v1.EncodeRequest\x1a\x1b.triptych.v1.EncodeResponse\x12\x41\n\x06Upload\x12\x1a.triptych.v1.UploadRequest\x1a\x1b.triptych.v1.UploadResponse\x12G\n\x08\x44ownload\x12\x1c.triptych.v1.DownloadRequest\x1a\x1d.triptych.v1.DownloadResponse\x12@\n\x05\x46\x65tch\x12\x19.triptych.v1.FetchRequest\x1a\x1a.triptych.v1.FetchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.common.pb.encoder_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=2033
-  _globals['_DTYPE']._serialized_end=2121
+  _globals['_DTYPE']._serialized_start=2070
+  _globals['_DTYPE']._serialized_end=2158
   _globals['_DESCRIBEENCODERREQUEST']._serialized_start=49
   _globals['_DESCRIBEENCODERREQUEST']._serialized_end=73
   _globals['_DESCRIBEENCODERRESPONSE']._serialized_start=76
@@ -42,39 +42,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROBEREQUEST']._serialized_start=323
   _globals['_PROBEREQUEST']._serialized_end=413
   _globals['_PROBERESPONSE']._serialized_start=416
-  _globals['_PROBERESPONSE']._serialized_end=567
-  _globals['_UPLOADREQUEST']._serialized_start=569
-  _globals['_UPLOADREQUEST']._serialized_end=614
-  _globals['_UPLOADRESPONSE']._serialized_start=616
-  _globals['_UPLOADRESPONSE']._serialized_end=664
-  _globals['_DOWNLOADREQUEST']._serialized_start=666
-  _globals['_DOWNLOADREQUEST']._serialized_end=731
-  _globals['_DOWNLOADRESPONSE']._serialized_start=733
-  _globals['_DOWNLOADRESPONSE']._serialized_end=765
-  _globals['_FRAMEPAIR']._serialized_start=767
-  _globals['_FRAMEPAIR']._serialized_end=809
-  _globals['_ENCODEREQUEST']._serialized_start=812
-  _globals['_ENCODEREQUEST']._serialized_end=1079
-  _globals['_ENCODERESPONSE']._serialized_start=1082
-  _globals['_ENCODERESPONSE']._serialized_end=1287
-  _globals['_ENCODERESPONSE_SOURCE']._serialized_start=1172
-  _globals['_ENCODERESPONSE_SOURCE']._serialized_end=1281
-  _globals['_FETCHREQUEST']._serialized_start=1289
-  _globals['_FETCHREQUEST']._serialized_end=1365
-  _globals['_FETCHRESPONSE']._serialized_start=1368
-  _globals['_FETCHRESPONSE']._serialized_end=1655
-  _globals['_FETCHWAITING']._serialized_start=1657
-  _globals['_FETCHWAITING']._serialized_end=1688
-  _globals['_FETCHHEADER']._serialized_start=1690
-  _globals['_FETCHHEADER']._serialized_end=1815
-  _globals['_FETCHCHUNK']._serialized_start=1817
-  _globals['_FETCHCHUNK']._serialized_end=1859
-  _globals['_FETCHTRAILER']._serialized_start=1861
-  _globals['_FETCHTRAILER']._serialized_end=1891
-  _globals['_FETCHSHARED']._serialized_start=1893
-  _globals['_FETCHSHARED']._serialized_end=1981
-  _globals['_FETCHREADY']._serialized_start=1983
-  _globals['_FETCHREADY']._serialized_end=2031
-  _globals['_ENCODER']._serialized_start=2124
-  _globals['_ENCODER']._serialized_end=2557
+  _globals['_PROBERESPONSE']._serialized_end=587
+  _globals['_UPLOADREQUEST']._serialized_start=589
+  _globals['_UPLOADREQUEST']._serialized_end=634
+  _globals['_UPLOADRESPONSE']._serialized_start=636
+  _globals['_UPLOADRESPONSE']._serialized_end=684
+  _globals['_DOWNLOADREQUEST']._serialized_start=686
+  _globals['_DOWNLOADREQUEST']._serialized_end=751
+  _globals['_DOWNLOADRESPONSE']._serialized_start=753
+  _globals['_DOWNLOADRESPONSE']._serialized_end=785
+  _globals['_FRAMEPAIR']._serialized_start=787
+  _globals['_FRAMEPAIR']._serialized_end=829
+  _globals['_ENCODEREQUEST']._serialized_start=832
+  _globals['_ENCODEREQUEST']._serialized_end=1099
+  _globals['_ENCODERESPONSE']._serialized_start=1102
+  _globals['_ENCODERESPONSE']._serialized_end=1324
+  _globals['_ENCODERESPONSE_SOURCE']._serialized_start=1209
+  _globals['_ENCODERESPONSE_SOURCE']._serialized_end=1318
+  _globals['_FETCHREQUEST']._serialized_start=1326
+  _globals['_FETCHREQUEST']._serialized_end=1402
+  _globals['_FETCHRESPONSE']._serialized_start=1405
+  _globals['_FETCHRESPONSE']._serialized_end=1692
+  _globals['_FETCHWAITING']._serialized_start=1694
+  _globals['_FETCHWAITING']._serialized_end=1725
+  _globals['_FETCHHEADER']._serialized_start=1727
+  _globals['_FETCHHEADER']._serialized_end=1852
+  _globals['_FETCHCHUNK']._serialized_start=1854
+  _globals['_FETCHCHUNK']._serialized_end=1896
+  _globals['_FETCHTRAILER']._serialized_start=1898
+  _globals['_FETCHTRAILER']._serialized_end=1928
+  _globals['_FETCHSHARED']._serialized_start=1930
+  _globals['_FETCHSHARED']._serialized_end=2018
+  _globals['_FETCHREADY']._serialized_start=2020
+  _globals['_FETCHREADY']._serialized_end=2068
+  _globals['_ENCODER']._serialized_start=2161
+  _globals['_ENCODER']._serialized_end=2594
 # @@protoc_insertion_point(module_scope)

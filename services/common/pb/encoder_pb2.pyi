@@ -64,7 +64,7 @@ class ProbeRequest(_message.Message):
     def __init__(self, video: _Optional[bytes] = ..., video_digest: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ...) -> None: ...
 
 class ProbeResponse(_message.Message):
-    __slots__ = ("video_digest", "num_frames", "rate", "height", "width", "duration_s", "frame_digests")
+    __slots__ = ("video_digest", "num_frames", "rate", "height", "width", "duration_s", "frame_digests", "key_frames")
     VIDEO_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     RATE_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class ProbeResponse(_message.Message):
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     DURATION_S_FIELD_NUMBER: _ClassVar[int]
     FRAME_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    KEY_FRAMES_FIELD_NUMBER: _ClassVar[int]
     video_digest: bytes
     num_frames: int
     rate: float
@@ -79,7 +80,8 @@ class ProbeResponse(_message.Message):
     width: int
     duration_s: float
     frame_digests: bytes
-    def __init__(self, video_digest: _Optional[bytes] = ..., num_frames: _Optional[int] = ..., rate: _Optional[float] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., duration_s: _Optional[float] = ..., frame_digests: _Optional[bytes] = ...) -> None: ...
+    key_frames: bytes
+    def __init__(self, video_digest: _Optional[bytes] = ..., num_frames: _Optional[int] = ..., rate: _Optional[float] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., duration_s: _Optional[float] = ..., frame_digests: _Optional[bytes] = ..., key_frames: _Optional[bytes] = ...) -> None: ...
 
 class UploadRequest(_message.Message):
     __slots__ = ("file", "tenant")
@@ -148,7 +150,7 @@ class EncodeRequest(_message.Message):
     def __init__(self, image_key: _Optional[bytes] = ..., image: _Optional[bytes] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ..., background: _Optional[bool] = ..., frames: _Optional[_Union[FramePair, _Mapping]] = ..., video_digest: _Optional[bytes] = ..., is_embedding: _Optional[bool] = ..., second_image: _Optional[bytes] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
-    __slots__ = ("source", "num_tokens")
+    __slots__ = ("source", "num_tokens", "patch_s")
     class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         SOURCE_UNSPECIFIED: _ClassVar[EncodeResponse.Source]
@@ -163,9 +165,11 @@ class EncodeResponse(_message.Message):
     SOURCE_JOINED: EncodeResponse.Source
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PATCH_S_FIELD_NUMBER: _ClassVar[int]
     source: EncodeResponse.Source
     num_tokens: int
-    def __init__(self, source: _Optional[_Union[EncodeResponse.Source, str]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    patch_s: float
+    def __init__(self, source: _Optional[_Union[EncodeResponse.Source, str]] = ..., num_tokens: _Optional[int] = ..., patch_s: _Optional[float] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("image_key", "reader_host", "tell_waiting")

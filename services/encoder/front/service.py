@@ -133,8 +133,8 @@ class EncoderServicer(Servicer):
             fields = {"source": encoded.origin.value, "tokens": num_tokens}
             log.info("encoded", extra={"fields": fields})
             self._metrics.requests.labels(encoded.origin.value).inc()
-            origin = f"SOURCE_{encoded.origin.name}"
-            return pb.EncodeResponse(source=origin, num_tokens=num_tokens)
+            origin, speed = f"SOURCE_{encoded.origin.name}", self._metrics.patch_s
+            return pb.EncodeResponse(source=origin, num_tokens=num_tokens, patch_s=speed)
 
     async def _encode(self, context: grpc.aio.ServicerContext) -> tuple[Encoded, int]:
         """Encodes the image of a call. Returns the result, and the number of image tokens.

@@ -1,12 +1,13 @@
-"""The encoders: the choice of a pod for an image, and the call that makes its embedding available.
+"""The clients of the encoder pods, and what this gateway has sent to each.
 
-`EncodeCalls` assigns a pod to each image and calls the pod. The calls to a pod that is lost fail
-with `ProcessLost`.
+`EncodeCalls` assigns a pod to each image and calls the pod, which makes the image's embedding
+available. The calls to a pod that is lost fail with `ProcessLost`.
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Collection
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
 
 import grpc.aio
 
@@ -14,12 +15,23 @@ from services.common.errors import Cancelled, InternalError, Overloaded, Process
 from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc, outgoing_metadata
-from services.gateway.clients.pods import AnswerT, Method, Pod, PodDialer, Pool, RequestT, pick
+from services.gateway.clients.encoder_work import EncoderShares, EncoderWork
+from services.gateway.clients.pods import (
+    AnswerT,
+    Method,
+    Pod,
+    PodDialer,
+    Pool,
+    RequestT,
+    rank,
+    within_bound,
+)
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.tenancy.tenants import Tenant
 
 # Time for the answers of an encoder that has failed a health check.
 _LAST_ANSWER_S = 0.5
+_MAX_KEYS = 16384  # keys that are remembered of an encoder, some 3 MB
 SOURCES = {n: name[len("SOURCE_") :].lower() for name, n in pb.EncodeResponse.Source.items()}
 
 
@@ -29,6 +41,7 @@ class EncoderPod(Pod):
     Attributes:
         description: description of the encoder, without the model's name. Pods with equal
             descriptions are interchangeable. None while the pod is not connected.
+        work: work that this gateway has under way at the encoder.
     """
 
     service = "encoder"
@@ -42,6 +55,9 @@ class EncoderPod(Pod):
         self._encode = self.unary("Encode", pb.EncodeRequest, pb.EncodeResponse)
         self._probe = self.unary("Probe", pb.ProbeRequest, pb.ProbeResponse)
         self._lost = asyncio.Event()
+        self.work = EncoderWork()
+        # Keys of the units that this gateway has sent here, the least recently used first.
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def misfit(self) -> str:
@@ -60,12 +76,25 @@ class EncoderPod(Pod):
 
     async def disconnect(self, reason: str) -> None:
         self.description = None
+        self._keys.clear()
         self._lost.set()
 
-    async def encode(self, request: pb.EncodeRequest, timeout_s: float) -> pb.EncodeResponse:
+    def has_sent(self, key: bytes) -> bool:
+        """Returns whether this gateway has sent the unit of a key here. The encoder then has the
+        embedding, unless it was evicted, or is computing it.
+        """
+        return key in self._keys
+
+    async def encode(
+        self, request: pb.EncodeRequest, timeout_s: float, clip_s: float = 0.0
+    ) -> pb.EncodeResponse:
         """Makes a unit's embedding available at this encoder.
 
         The call carries the running task's request id and trace context.
+
+        Args:
+            timeout_s: timeout of the call in seconds.
+            clip_s: seconds in which the unit's frames are decoded. 0 if the unit is no clip's.
 
         Raises:
             ProcessLost: the encoder was lost during the call.
@@ -73,7 +102,22 @@ class EncoderPod(Pod):
             Unavailable, DeadlineExceeded: the encoder did not answer.
             TriptychError: the encoder answered with an error.
         """
-        return await self.call(self._encode, request, timeout_s)
+        key, grid = request.image_key, request.grid
+        num_patches = math.prod((grid.t, grid.h, grid.w))
+        if self.has_sent(key):
+            num_patches, clip_s = 0, 0.0  # The encoder looks the embedding up, or is computing it.
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if len(self._keys) > _MAX_KEYS:
+            self._keys.popitem(last=False)
+        try:
+            with self.work.under_way(num_patches, request.ByteSize(), clip_s):
+                answer = await self.call(self._encode, request, timeout_s)
+        except BaseException:
+            self._keys.pop(key, None)
+            raise
+        self.work.patch_s = answer.patch_s or self.work.patch_s
+        return answer
 
     async def probe(self, video: bytes, tenant: Tenant, timeout_s: float) -> pb.ProbeResponse:
         """Sends a tenant's video, which the encoder keeps for a while.
@@ -88,7 +132,8 @@ class EncoderPod(Pod):
         request = pb.ProbeRequest(
             video=video, tenant=tenant.queue_name, tenant_weight=tenant.weight
         )
-        found = await self.call(self._probe, request, timeout_s)
+        with self.work.under_way(0, request.ByteSize(), 0.0):
+            found = await self.call(self._probe, request, timeout_s)
         num_frames = found.num_frames
         if not num_frames or len(found.frame_digests) != num_frames * FRAME_DIGEST_BYTES:
             raise InternalError("an encoder returned no digest for each frame of a video")
@@ -156,20 +201,13 @@ class EncoderPool(Pool[EncoderPod]):
         counts = Counter(map(kind_of, found))
         return max(found, key=lambda d: (counts[kind_of(d)], d.key_prefix))
 
-    def choose(
-        self,
-        description: pb.DescribeEncoderResponse,
-        key: bytes,
-        exclude: Collection[str],
-        preferred: str = "",
-    ) -> EncoderPod:
-        """Chooses the encoder for an image.
+    def available(
+        self, description: pb.DescribeEncoderResponse, exclude: Collection[str]
+    ) -> list[EncoderPod]:
+        """Returns the healthy encoders of a description. At least one.
 
         Args:
-            description: description that the encoder has to have.
-            key: key of the image. Equal keys get the same encoder; see `pick`.
             exclude: addresses of encoders that must not be chosen.
-            preferred: address of the encoder that is chosen if possible. Empty if there is none.
 
         Raises:
             Unavailable: no encoder is left.
@@ -181,4 +219,21 @@ class EncoderPool(Pool[EncoderPod]):
         ]
         if not pods:
             raise Unavailable("no encoder is available")
-        return next((pod for pod in pods if pod.address == preferred), None) or pick(pods, key)
+        return pods
+
+
+def holder_of(pods: Sequence[EncoderPod], key: bytes) -> EncoderPod | None:
+    """Returns the encoder that has been sent the unit of a key. None if there is no such encoder,
+    or if it is much busier than the mean.
+    """
+    holders = [pod for pod in pods if pod.has_sent(key)]
+    if not holders:
+        return None
+    calm = [pod for pod in within_bound(pods) if pod in holders]
+    return min(calm, key=lambda pod: rank(pod.address, key), default=None)
+
+
+def for_file(pods: Sequence[EncoderPod], digest: bytes, num_bytes: int) -> EncoderPod:
+    """Returns the encoder that probes a video file."""
+    unit = 0, num_bytes
+    return EncoderShares(pods, [unit], with_clips=True).take(digest, unit)

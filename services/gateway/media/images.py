@@ -78,6 +78,14 @@ class Image:
     kind: ClassVar[Kind] = IMAGE
     file: ClassVar[None] = None
 
+    def clip_s(self, unit: Unit) -> float:
+        """Returns 0, because no frames are decoded for an image."""
+        return 0.0
+
+    def num_bytes(self, unit: Unit) -> int:
+        """Returns the number of bytes that the encode call of a unit carries."""
+        return len(self.data)
+
     def encode_request(self, unit: Unit) -> EncodeRequest:
         """Returns an encode request with the pixels of a unit, and no other field."""
         return EncodeRequest(image=self.data, is_embedding=self.is_embedding)

@@ -32,10 +32,11 @@ from services.common.pb.encoder_pb2 import (
     ProbeResponse,
 )
 from services.gateway.bounds import Bounds
-from services.gateway.clients.encoders import EncoderPod, EncoderPool
+from services.gateway.clients.encoders import EncoderPod, EncoderPool, for_file
 from services.gateway.forms.responses import VideoUsage
 from services.gateway.forms.video import Taken, lists_frames
 from services.gateway.gather import gather
+from services.gateway.media.clip_ranges import ClipRanges
 from services.gateway.media.images import header_within
 from services.gateway.media.kinds import IMAGE, VIDEO, Kind
 from services.gateway.media.media_loader import MAX_CONCURRENT_LOADS, MediaLoader, decode_base64
@@ -130,6 +131,7 @@ class Video:
         digests: digest of each chosen frame, by index of the frame.
         file: file of the video. None if the client has sent frames.
         address: address of the encoder that has probed the file. Empty if there is no file.
+        ranges: division of the file's units among encoders. None if there is no file.
         stills: encoded images of the frames. Empty if there is a file.
         kind: kind of media, for errors.
     """
@@ -142,6 +144,7 @@ class Video:
     digests: Mapping[int, bytes]
     file: VideoFile | None = None
     address: str = ""
+    ranges: ClipRanges | None = None
     stills: Sequence[bytes] = ()
     kind: ClassVar[Kind] = VIDEO
 
@@ -155,6 +158,14 @@ class Video:
         first, second = unit.frames or (0, 0)
         pair = self.digests[first], self.digests[second]
         return frames_key(prefix, *pair, grid=unit.grid, salt=salt)
+
+    def clip_s(self, unit: Unit) -> float:
+        """Returns the seconds in which a unit's frames are decoded. 0 if the frames are images."""
+        return self.ranges.unit_s[unit.frames or (0, 0)] if self.ranges else 0.0
+
+    def num_bytes(self, unit: Unit) -> int:
+        """Returns the number of bytes that the encode call of a unit carries."""
+        return sum(len(self.stills[frame]) for frame in {*(unit.frames or ())} if self.stills)
 
     def encode_request(self, unit: Unit) -> EncodeRequest:
         """Returns an encode request with the pixels of a unit, and no other field."""
@@ -244,6 +255,13 @@ class VideoReader:
         digests = {frame: data[frame * size : (frame + 1) * size] for frame in indices}
         video = self._video(source, indices, clip, digests)
         video.file, video.address = file, address
+        video.ranges = ClipRanges.of(
+            video.units,
+            probed.key_frames,
+            clip.num_frames,
+            math.prod(clip.size),
+            len(file.data),
+        )
         return video
 
     async def _probe(
@@ -262,9 +280,10 @@ class VideoReader:
         cause: Unavailable | None = None
         while len(lost) < _MAX_LOST:
             try:
-                pod = self.encoders.choose(encoder, file.digest, lost)
+                pods = self.encoders.available(encoder, lost)
             except Unavailable as none_left:
                 raise cause or none_left from None
+            pod = for_file(pods, file.digest, len(file.data))
             try:
                 call = await file.send_to(pod, timeout_s)
             except (Unavailable, DeadlineExceeded) as error:

@@ -6,6 +6,7 @@ the loss first.
 """
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import (
@@ -20,9 +21,18 @@ from services.common.errors import (
 from services.common.geometry import Run
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import DescribeEncoderResponse, EncodeResponse
-from services.gateway.clients.encoders import SOURCES, EncoderPod, EncoderPool
+from services.gateway.clients.encoder_work import EncoderShares
+from services.gateway.clients.encoders import (
+    SOURCES,
+    EncoderPod,
+    EncoderPool,
+    for_file,
+    holder_of,
+)
+from services.gateway.clients.pods import pick, rank
 from services.gateway.clients.token_event import EmbeddingLost
 from services.gateway.media.kinds import VIDEO
+from services.gateway.media.videos import Video
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.completion import Completion, Medium
 from services.gateway.request.losses import Losses, RetryableFailure
@@ -67,8 +77,6 @@ class EncodeCalls:
     _calls: dict[bytes, _Call] = field(default_factory=dict[bytes, _Call])
     # Image key -> address of the encoder that has encoded the unit.
     _encoded: dict[bytes, str] = field(default_factory=dict[bytes, str])
-    # `Run.image` of a video -> the encoder of all its units.
-    _video_encoders: dict[int, EncoderPod] = field(default_factory=dict[int, EncoderPod])
     # Whether the only encoder may be tried again, because it has evicted an embedding.
     _may_retry_evicted: bool = False
 
@@ -89,15 +97,14 @@ class EncodeCalls:
             raise self.losses.no_pod_left()
         prefix, salt = description.key_prefix, request.cache_salt
         self.keys = [await request.images[run.image].key(prefix, run.unit, salt) for run in runs]
-        self._video_encoders.clear()
-        addresses: dict[bytes, str] = {}
+        addresses = {key: call.address for key, call in self._calls.items()}
+        missing: dict[bytes, int] = {}  # first run of each key that has no running call
         for index, key in enumerate(self.keys):
-            if key in addresses:
-                continue
-            if (call := self._calls.get(key)) is not None:
-                addresses[key] = call.address
-                continue
-            pod = self._choose(description, key, runs[index].image)
+            if key not in addresses:
+                missing.setdefault(key, index)
+        chosen = self._choose(description, missing) if missing else {}
+        for key, index in missing.items():
+            pod = chosen[key]
             addresses[key] = pod.address
             if self._encoded.get(key) != pod.address:
                 self._encoded.pop(key, None)
@@ -159,33 +166,87 @@ class EncodeCalls:
             if medium.file is not None:
                 medium.file.close()
 
-    def _choose(self, description: DescribeEncoderResponse, key: bytes, index: int) -> EncoderPod:
-        medium = self.request.images[index]
-        if medium.file is None:
-            return self._choose_for(description, key, self._encoded.get(key, ""))
-        # One encoder decodes a video file in one pass: the encoder that has probed the file.
-        pod = self._video_encoders.get(index)
-        if pod is None:
-            pod = self._choose_for(description, medium.file.digest, medium.address)
-            self._video_encoders[index] = pod
-        return pod
+    def _choose(
+        self, description: DescribeEncoderResponse, missing: Mapping[bytes, int]
+    ) -> dict[bytes, EncoderPod]:
+        """Chooses the encoders of units.
 
-    def _choose_for(
-        self, description: DescribeEncoderResponse, key: bytes, preferred: str
-    ) -> EncoderPod:
+        A unit stays with the encoder that has encoded it. The other units of a clip are divided
+        into ranges (`ClipRanges`), and images by their work (`EncoderShares`).
+
+        Args:
+            missing: first run of each unit's key.
+
+        Raises:
+            TriptychError: no encoder is left.
+        """
+        request, losses = self.request, self.losses
+        pods = self._available(description)
+        addresses = {pod.address: pod for pod in pods}
+        chosen: dict[bytes, EncoderPod] = {}
+        images: list[bytes] = []
+        clips: dict[int, list[bytes]] = {}  # `Run.image` -> keys of its units
+        for key, index in missing.items():
+            medium = request.images[request.prompt.runs[index].image]
+            if pod := addresses.get(self._encoded.get(key, "")) or holder_of(pods, key):
+                chosen[key] = pod
+            elif losses.num_lost["encoder"]:
+                # Once an encoder is lost, all further images go to one encoder. It is unknown which
+                # image has ended the encoder, and the request ends with the next loss. A clip goes
+                # to the encoder that has its file.
+                home = addresses.get(medium.address) if isinstance(medium, Video) else None
+                chosen[key] = home or pick(pods, self.keys[0])
+            elif medium.file is None:
+                images.append(key)
+            else:
+                clips.setdefault(request.prompt.runs[index].image, []).append(key)
+        for image, keys in clips.items():
+            chosen |= self._divide(pods, image, {key: missing[key] for key in keys})
+        sizes = {key: self._size(missing[key]) for key in images}
+        if sizes:
+            shares = EncoderShares(pods, list(sizes.values()))
+            for key in sorted(sizes, key=lambda key: sizes[key], reverse=True):
+                chosen[key] = shares.take(key, sizes[key])
+        return chosen
+
+    def _divide(
+        self, pods: Sequence[EncoderPod], image: int, units: Mapping[bytes, int]
+    ) -> dict[bytes, EncoderPod]:
+        """Chooses the encoders of a clip's units: the encoder that has probed the file, and idle
+        encoders if the clip is long enough. While all encoders are busy, a clip is not divided,
+        because each further encoder has to read the whole file.
+
+        Args:
+            image: index of the clip in the request.
+            units: run of each unit's key.
+        """
+        video, runs = self.request.images[image], self.request.prompt.runs
+        assert isinstance(video, Video) and video.file and video.ranges
+        digest = video.file.digest
+        home = next((pod for pod in pods if pod.address == video.address), None)
+        home = home or for_file(pods, digest, len(video.file.data))
+        idle = [pod for pod in pods if pod is not home and not pod.num_in_flight]
+        team = [home, *sorted(idle, key=lambda pod: rank(pod.address, digest))]
+        ranges = video.ranges.divide([runs[index].unit for index in units.values()], len(team))
+        return {key: team[number] for key, number in zip(units, ranges, strict=True)}
+
+    def _size(self, index: int) -> tuple[int, int]:
+        """Returns the number of patches of a run's unit, and the bytes of its encode call."""
+        run = self.request.prompt.runs[index]
+        return run.unit.num_patches, self.request.images[run.image].num_bytes(run.unit)
+
+    def _available(self, description: DescribeEncoderResponse) -> list[EncoderPod]:
+        """Returns the encoders that have not failed the request."""
         losses = self.losses
-        # Once an encoder is lost, all further images go to one encoder. It is unknown which image
-        # has ended the encoder, and the request ends with the next loss.
-        place = self.keys[0] if losses.num_lost["encoder"] else key
         try:
-            return self.encoders.choose(description, place, losses.excluded["encoder"], preferred)
+            return self.encoders.available(description, losses.excluded["encoder"])
         except Unavailable:
             if not self._may_retry_evicted:
                 raise losses.no_pod_left() from None
         # The only encoder evicted an embedding before the decoder fetched it. It is tried again.
         self._may_retry_evicted = False
         losses.readmit_encoders()
-        return self._choose_for(description, key, preferred)
+        return self._available(description)
 
     async def _encode(self, key: bytes, pod: EncoderPod, index: int) -> None:
         request, run = self.request, self.request.prompt.runs[index]
@@ -245,17 +306,23 @@ class EncodeCalls:
     async def _call(
         self, pod: EncoderPod, key: bytes, image: Medium, run: Run, timeout_s: float
     ) -> EncodeResponse:
-        """Sends a video's file if the encoder does not have it, and then calls the encoder."""
+        """Sends a video's file if the encoder does not have it, and then calls the encoder.
+
+        A further encoder that has encoded the unit before probably still has the file.
+        """
         request, tenant = image.encode_request(run.unit), self.request.slot.tenant
         request.image_key, request.cache_salt = key, self.request.cache_salt
         request.grid.t, request.grid.h, request.grid.w = run.unit.grid
         request.tenant, request.tenant_weight = tenant.queue_name, tenant.weight
         request.background = tenant.is_background
-        sent = await image.file.send_to(pod, timeout_s) if image.file else None
+        sent, clip_s = None, image.clip_s(run.unit)
+        is_known = pod.has_sent(key) and isinstance(image, Video) and image.address != pod.address
+        if image.file and not is_known:
+            sent = await image.file.send_to(pod, timeout_s)
         try:
-            return await pod.encode(request, timeout_s)
+            return await pod.encode(request, timeout_s, clip_s)
         except VideoNotHeld:
             if image.file is None:
                 raise
             await image.file.send_to(pod, timeout_s, again=sent)
-            return await pod.encode(request, timeout_s)
+            return await pod.encode(request, timeout_s, clip_s)

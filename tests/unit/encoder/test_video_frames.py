@@ -67,6 +67,22 @@ def test_frames_by_index_are_those_of_a_player(kind: str) -> None:
             frames.frame(24)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "av1"])
+def test_frames_from_a_key_frame_on_are_decoded_without_those_before(kind: str) -> None:
+    """Each range has the pixels that one pass has, so that encoders may share a file."""
+    data = av1() if kind == "av1" else make(kind, options={"g": "6"})
+    expected = decoded(data)
+    keys = np.frombuffer(facts_of(data).key_frames, "<i4").tolist()
+    if kind in ("mp4", "mov", "matroska", "webm", "transport stream", "av1"):
+        assert keys == [6, 12, 18]
+    if kind in ("avi", "gif", "apng", "asf", "flv", "lossless"):
+        assert not keys  # The order of frames, or the decoder, needs all frames before.
+    for start in keys:
+        with closing(Frames(memoryview(data))) as frames:
+            for index in range(start, 24):
+                assert np.array_equal(pixels(frames, index), expected[index]), index
+
+
 @pytest.mark.parametrize("kind", ["mp4", "mov", "hevc 10 bits"])
 @pytest.mark.parametrize("options", [{"g": "6", "bf": "2"}, {"g": "24", "bf": "0"}])
 @pytest.mark.parametrize("frames_cut", [1, 2, 3, 8])

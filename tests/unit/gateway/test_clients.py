@@ -12,7 +12,7 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import EncodeRequest, Grid
 from services.gateway.clients import pods
 from services.gateway.clients.decoders import DecoderPod, DecoderPool
-from services.gateway.clients.encoders import EncoderPod, EncoderPool
+from services.gateway.clients.encoders import EncoderPod, EncoderPool, for_file
 from services.gateway.clients.pods import Pod, PodDialer, PodNames, PodTimes, Pool, pick
 from services.gateway.clients.sent_prompts import PromptChain
 from services.gateway.clients.served_model import ServedModel
@@ -392,7 +392,7 @@ async def test_silent_pod_loses_its_calls_to_others():
             await asyncio.sleep(2 * PATIENCE_S)
 
         fake.before = never
-        pod = pool.choose(pool.description(), b"k", ())
+        pod = for_file(pool.available(pool.description(), ()), b"k", 1)
         call = asyncio.create_task(pod.encode(encode_request(b"k" * 32), 2 * PATIENCE_S))
         await until(lambda: fake.requests)
         fake.health.silent = True
@@ -415,11 +415,13 @@ async def test_encoders_of_another_kind_are_not_mixed():
     await until(lambda: len(pool.healthy()) == 3)
     description = pool.description()
     assert description.key_prefix == fakes[0].description.key_prefix
-    chosen = {pool.choose(description, b"%d" % i, ()).address for i in range(50)}
+    pods = pool.available(description, ())
+    chosen = {for_file(pods, b"%d" % i, 1).address for i in range(50)}
     assert chosen == {fakes[0].address, fakes[1].address}
-    assert pool.choose(description, b"", {fakes[0].address}).address == fakes[1].address
+    (left,) = pool.available(description, {fakes[0].address})
+    assert left.address == fakes[1].address
     with pytest.raises(Unavailable):
-        pool.choose(description, b"", chosen)
+        pool.available(description, chosen)
     await pool.close()
     for fake in fakes:
         await fake.stop()

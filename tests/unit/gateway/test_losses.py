@@ -29,6 +29,7 @@ from services.common.geometry import Run, Unit
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import EncodeRequest, EncodeResponse
 from services.gateway.answers.answer import AnswerFormat
+from services.gateway.clients.encoder_work import EncoderWork
 from services.gateway.clients.token_event import EmbeddingLost, EventReceiver, TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.media.images import Image
@@ -95,8 +96,12 @@ class World:
 class Encoder:
     def __init__(self, world: World, address: str) -> None:
         self.world, self.address = world, address
+        self.work, self.num_in_flight = EncoderWork(), 0
 
-    async def encode(self, request: EncodeRequest, _: float) -> EncodeResponse:
+    def has_sent(self, _: bytes) -> bool:
+        return False
+
+    async def encode(self, request: EncodeRequest, *_: float) -> EncodeResponse:
         world, key = self.world, request.image_key
         if world.attempts._losses.num_lost["encoder"]:
             world.after_a_loss.add(self.address)
@@ -122,11 +127,11 @@ class Encoders:
     def description(self) -> object:
         return SimpleNamespace(key_prefix=b"prefix")
 
-    def choose(self, _: object, key: bytes, exclude: set[str], preferred: str = "") -> Encoder:
+    def available(self, _: object, exclude: set[str]) -> list[Encoder]:
         pods = [pod for pod in self.pods if pod.address not in exclude]
         if not pods:
             raise Unavailable("none")
-        return next((p for p in pods if p.address == preferred), pods[key[-1] % len(pods)])
+        return pods
 
 
 class Decoder:

@@ -117,6 +117,14 @@ class Index:
         of_packets = np.frombuffer(self.digests, f"V{FRAME_DIGEST_BYTES}")
         return of_packets[self.entries[:, 1]].tobytes()
 
+    @property
+    def key_frames(self) -> bytes:
+        """Numbers of the frames behind the first with which decoding may start, int32: the first
+        frame of each `Entry.start`.
+        """
+        starts = np.maximum.accumulate(self.entries[:, 2])
+        return (np.flatnonzero(np.diff(starts)) + 1).astype("<i4").tobytes()
+
 
 class Reader:
     """A file in memory with the methods that PyAV calls. The file is not copied as a whole."""

@@ -52,6 +52,7 @@ def probe(data: memoryview) -> Facts:
         width=width,
         duration_s=index.duration_s,
         frame_digests=index.frame_digests,
+        key_frames=index.key_frames,
     )
 
 

@@ -25,6 +25,7 @@ class Facts:
         width: width of the upright frames in pixels.
         duration_s: duration in seconds. 0 if unknown.
         frame_digests: digests of all frames, one after another.
+        key_frames: numbers of the frames behind the first with which decoding may start, int32.
     """
 
     num_frames: int
@@ -33,6 +34,7 @@ class Facts:
     width: int
     duration_s: float
     frame_digests: bytes
+    key_frames: bytes = b""
 
 
 class Question(msgspec.Struct):

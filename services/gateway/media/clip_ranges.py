@@ -1,0 +1,108 @@
+"""The division of a clip's units into ranges that several encoders decode.
+
+A range begins at a key frame, so that an encoder decodes it without the frames before. The bits of
+an embedding do not depend on the division.
+
+Each further encoder is sent the whole file and reads all of its packets, once to probe it and once
+to decode frames. Only a long range pays for that time, and other clips could use the CPU.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from services.common.geometry import Unit
+
+# Costs in seconds, measured on clips of 720p with H.264 (benchmarks/LOG.md). Only their ratios
+# matter: decoding a pixel; reading the packet of a frame; sending, copying and digesting a byte;
+# the calls and the opening of the file.
+_PIXEL_S, _PACKET_S, _BYTE_S, _START_S = 1.1e-9, 65e-6, 3e-9, 0.03
+
+
+@dataclass(slots=True)
+class ClipRanges:
+    """The work of decoding a clip.
+
+    Args:
+        units: pairs of frames that are encoded, in order.
+        key_frames: frames behind frame 0 with which decoding may start, in order.
+        num_frames: number of frames of the file.
+        num_pixels: number of pixels of a frame, before it is resized.
+        num_bytes: size of the file.
+
+    Attributes:
+        further_s: seconds that each encoder but the first needs before it decodes.
+        unit_s: seconds of decoding for each pair of frames, in one pass over the clip. Frames
+            between a sampled frame and the next key frame are not decoded.
+    """
+
+    units: Sequence[Unit]
+    key_frames: Sequence[int]
+    num_frames: int
+    num_pixels: int
+    num_bytes: int
+    further_s: float = field(init=False)
+    unit_s: dict[tuple[int, int], float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        packets_s = 2 * self.num_frames * _PACKET_S
+        self.further_s = _START_S + packets_s + self.num_bytes * _BYTE_S
+        self.unit_s, last = dict[tuple[int, int], float](), -1
+        for unit in self.units:
+            num_decoded = 0
+            for frame in unit.frames or ():
+                num_decoded += max(frame - max(last, self._start(frame) - 1), 0)
+                last = max(last, frame)
+            self.unit_s[unit.frames or (0, 0)] = num_decoded * self.num_pixels * _PIXEL_S
+
+    @classmethod
+    def of(
+        cls,
+        units: Sequence[Unit],
+        key_frames: bytes,
+        num_frames: int,
+        num_pixels: int,
+        num_bytes: int,
+    ) -> "ClipRanges":
+        """Creates the ranges from a `ProbeResponse`'s fields."""
+        frames = np.frombuffer(key_frames, "<i4").tolist()
+        return cls(units, frames, num_frames, num_pixels, num_bytes)
+
+    def divide(self, units: Sequence[Unit], num_encoders: int) -> list[int]:
+        """Divides units into ranges of about equal time.
+
+        The number of ranges is the largest for which the range of each further encoder takes at
+        least as long as what the encoder does before (`further_s`). So the encoder spends half of
+        its time or more on decoding, and the clip is ready earlier than with one encoder less. The
+        range of the first encoder, which has the file, is longer by `further_s`.
+
+        Args:
+            units: units of the clip that are to be encoded, in order.
+            num_encoders: most ranges.
+
+        Returns:
+            The number of the range of each unit, from 0 and without gaps.
+        """
+        ends = list(accumulate(self.unit_s[unit.frames or (0, 0)] for unit in units))
+        total_s, further_s, count = ends[-1], self.further_s, 1
+        while count < num_encoders and total_s - further_s >= (count + 1) * further_s:
+            count += 1
+        starts = [self._start((unit.frames or (0, 0))[0]) for unit in units]
+        # Units before which a range may begin, with the seconds before each.
+        cuts = [at for at, (a, b) in enumerate(pairwise(starts), 1) if a < b]
+        chosen, range_s = set[int](), (total_s - further_s) / count
+        for number in range(1, count):
+            wanted_s = further_s + number * range_s
+            nearest = min(cuts, key=lambda at: abs(ends[at - 1] - wanted_s), default=0)
+            # A clip with few key frames has fewer ranges.
+            if nearest and abs(ends[nearest - 1] - wanted_s) <= range_s / 2:
+                chosen.add(nearest)
+        return [bisect_right(sorted(chosen), at) for at in range(len(units))]
+
+    def _start(self, frame: int) -> int:
+        """Returns the frame from which a frame is decoded."""
+        at = bisect_right(self.key_frames, frame)
+        return self.key_frames[at - 1] if at else 0
