@@ -157,11 +157,13 @@ def _patterns(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _of_pattern(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
     """Returns the value of the first pattern that matches the end of a module's name, as PEFT's
-    `get_pattern_key` chooses it.
+    `get_pattern_key` chooses it. A pattern may also name the module's weight, which is what
+    `target_parameters` name.
     """
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
+    for name in (module, f"{module}.weight"):
+        for pattern, value in patterns.items():
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return value
     return otherwise
 
 

@@ -14,6 +14,7 @@ from tests.decoder_harness import Harness
 from tests.parity import adapter_ranks
 from tests.parity.oracle import largest_difference
 from tests.parity.quantized import TEXTS, Quantized
+from tests.parity.test_expert_adapters import FUSED
 from tests.parity.test_language_model import TOLERANCE
 from tests.parity.text_oracle import CONFIGS, make_text_oracle
 
@@ -46,19 +47,31 @@ def test_adapter_over_quantized_weights_is_that_of_their_values(name: str, tmp_p
     assert largest_difference(base, expected) > 100 * TOLERANCE
 
 
+# Models and their adapters.
+OF_RANKS = {
+    "mistral-wide-heads": (
+        {"use_dora": True},
+        {"target_modules": ["lm_head", "o_proj"]},
+        {"use_rslora": True},
+    ),
+    "qwen3-moe-biases-tied": (
+        {"target_parameters": FUSED, "target_modules": []},
+        {"target_parameters": ["mlp.gate.weight"], "target_modules": ["o_proj"]},
+        {"target_parameters": FUSED, "target_modules": ["q_proj"], "use_rslora": True},
+    ),
+}
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-def test_two_ranks_give_the_answers_of_one(tmp_path: Path) -> None:
-    base = make_text_oracle(CONFIGS["mistral-wide-heads"](), tmp_path / "model")
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_two_ranks_give_the_answers_of_one(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]()
+    config.tie_word_embeddings = False  # a tied model repeats the prompt's last token
+    base = make_text_oracle(config, tmp_path / "model")
     places = [tmp_path / f"adapter-{number}" for number in range(3)]
-    for number, (place, config) in enumerate(
-        zip(
-            places,
-            ({"use_dora": True}, {"target_modules": ["lm_head", "o_proj"]}, {"use_rslora": True}),
-            strict=True,
-        )
-    ):
-        adapted_oracle(base, place, number, **config)
+    for number, (place, options) in enumerate(zip(places, OF_RANKS[name], strict=True)):
+        adapted_oracle(base, place, number, **options)
     paths = [str(base.directory), *map(str, places)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.parity.adapter_ranks", *paths], capture_output=True,

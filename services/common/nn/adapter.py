@@ -11,7 +11,7 @@ wrappers: `layers.0.self_attn.q_proj`, `embed_tokens`, `lm_head` and `visual.blo
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -72,7 +72,8 @@ class Adapter:
     Attributes:
         config: options of the adapter.
         linears: factors by module name.
-        experts: factors of the stacked experts of a layer, by the name of their module.
+        experts: factors of the stacked experts of a layer, by the name of their module. Their
+            scaling is that of `of_experts`.
         embedding: factors of the embedding table: `a` is `[rank, vocabulary]` and `b` is
             `[hidden, rank]`. None if the table has no low-rank change.
         saved: tensors that replace those of the base model, by tensor name.
@@ -83,6 +84,7 @@ class Adapter:
     experts: dict[str, list[LowRank]] = field(default_factory=dict[str, list[LowRank]])
     embedding: LowRank | None = None
     saved: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    _peft_names: dict[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def read(cls, config: AdapterConfig) -> "Adapter":
@@ -129,7 +131,8 @@ class Adapter:
             a=a, b=b, scaling=self.config.scaling(module), magnitude=tensors.get("magnitude_vector")
         )
         wanted = self.config.rank_of(module)
-        if a.shape[0] != b.shape[1] or a.shape[0] % wanted:
+        is_stacked = a.shape[0] > wanted or module.endswith(".experts")
+        if a.shape[0] != b.shape[1] or (a.shape[0] % wanted and not module.endswith(".experts")):
             raise AdapterError(
                 f"{where} has rank {a.shape[0]} and {b.shape[1]}, the configuration says {wanted}"
             )
@@ -139,10 +142,38 @@ class Adapter:
             if plain_name(module) != "embed_tokens" or factors.magnitude is not None:
                 raise AdapterError(f"{where} is not supported")
             self.embedding = factors
-        elif a.shape[0] > wanted or module.endswith(".experts"):
+        elif is_stacked:
             self.experts.setdefault(plain_name(module), []).append(factors)
+            self._peft_names[plain_name(module)] = module
         else:
             self.linears[plain_name(module)] = factors
+
+    def of_experts(
+        self, module: str, parameter: str, shape: tuple[int, int], count: int
+    ) -> LowRank | None:
+        """Returns the factors of a stacked parameter of experts. None if it is unchanged.
+
+        Args:
+            module: name of the experts' module, a key of `experts`.
+            parameter: `gate_up_proj` or `down_proj`. Patterns of ranks and of alphas may name it.
+            shape: (out_features, in_features) of an expert. The files do not name the parameter,
+                but no two parameters of a layer's experts have the same shape.
+            count: number of experts.
+
+        Raises:
+            AdapterError: the rank is not that of the configuration.
+        """
+        for factors in self.experts.get(module, ()):
+            if (len(factors.b), factors.a.shape[1]) == shape:
+                name = f"{self._peft_names[module]}.{parameter}"
+                if len(factors.a) != (rank := self.config.rank_of(name)) * count:
+                    raise AdapterError(
+                        f"{self.config.directory}/{WEIGHTS}: {name} has rank "
+                        f"{len(factors.a) / count:g} for each of {count} experts, the "
+                        f"configuration says {rank}"
+                    )
+                return replace(factors, scaling=self.config.scaling(name))
+        return None
 
 
 def expert_delta(factors: LowRank, expert: int, count: int) -> Tensor:

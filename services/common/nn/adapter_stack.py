@@ -130,7 +130,7 @@ class AdapterStack:
         """Sets a slot's factors of a module, which have passed `check`."""
         self.used.add(slot)
         index = list(self.rows).index(part)
-        a, b = _held(factors.a, self.columns, 1), _held(factors.b, self.rows[part], 0)
+        a, b = held(factors.a, self.columns, 1), held(factors.b, self.rows[part], 0)
         target = self.a[slot, index]
         target.zero_()
         target[: factors.rank] = a.to(target)
@@ -185,7 +185,7 @@ class AdapterStack:
 
     def _dora(self, part: str, factors: LowRank) -> Tensor:
         """Returns the factors `[rows]` float32 of DoRA: magnitudes by norms of the changed rows."""
-        a, b = _held(factors.a, self.columns, 1), _held(factors.b, self.rows[part], 0)
+        a, b = held(factors.a, self.columns, 1), held(factors.b, self.rows[part], 0)
         device = self.a.device
         delta = (b.to(device).float() @ a.to(device).float()) * factors.scaling
         changed = self._weight()[self._range(part)].float() + delta
@@ -193,7 +193,7 @@ class AdapterStack:
         if not self.columns.is_whole:  # each rank has the sum over its own columns
             squares = self._ranks.all_reduce(squares)
         assert factors.magnitude is not None
-        magnitude = _held(factors.magnitude, self.rows[part], 0).to(device).float()
+        magnitude = held(factors.magnitude, self.rows[part], 0).to(device).float()
         return magnitude / squares.sqrt()
 
     def _set_factor(self, slot: int, part: str, factor: Tensor) -> None:
@@ -212,7 +212,7 @@ class AdapterStack:
         return slice(start, start + self.rows[part].count)
 
 
-def _held(tensor: Tensor, share: Share, dim: int) -> Tensor:
+def held(tensor: Tensor, share: Share, dim: int) -> Tensor:
     """Returns the part of a tensor that a share of one of its dimensions holds."""
     if share.is_whole:
         return tensor

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import plain
+from services.common.nn.adapter_stack import AdapterRows
 from services.common.nn.checkpoint import CheckpointError, TensorInfo
 from services.common.nn.collectives import Share
 from services.common.nn.linear import (
@@ -167,7 +168,21 @@ def apply_one(stack: StackedLinear, index: int, x: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> Tensor:
+def _adapted(stack: StackedLinear, index: int, x: Tensor, slots: Tensor | None) -> Tensor:
+    """Applies one matrix of a stack, and the adapters in the tokens' `slots` `[T]`, if any."""
+    out = apply_one(stack, index, x)
+    if slots is None or stack.adapters is None:
+        return out
+    return stack.adapters.add(out, x, index, slots)
+
+
+def moe(
+    x: Tensor,
+    router: Router,
+    experts: Experts,
+    residual: Tensor,
+    adapters: AdapterRows | None = None,
+) -> Tensor:
     """Computes a mixture of experts: the sum of the experts' outputs, weighted by probabilities.
 
     A token's sum is computed in float32 and in the order of the experts' indices, so that batch
@@ -179,16 +194,21 @@ def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> Tensor
         experts: the layer's experts.
         residual: residual stream `[T, hidden]`. This implementation does not read it. Kernels of
             the same operation may add their result to the stream and return None.
+        adapters: adapters of the tokens. None if no token has one.
 
     Returns:
         Weighted sums `[T, hidden]`.
     """
-    chosen, weights = plain.route(router(x), router.top_k, normalize=router.normalize)
+    scores = router(x)
+    if adapters is not None and router.adapters is not None:
+        scores = router.adapters.add(scores, x, adapters)
+    chosen, weights = plain.route(scores, router.top_k, normalize=router.normalize)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     up, down = experts.gate_up_proj, experts.down_proj
     for expert in chosen.unique().tolist():
         token, slot = torch.where(chosen == expert)
-        hidden = plain.silu_and_mul(apply_one(up, expert, x[token]))
-        out = apply_one(down, expert, hidden)
+        slots = None if adapters is None else adapters.slots[token]
+        hidden = plain.silu_and_mul(_adapted(up, expert, x[token], slots))
+        out = _adapted(down, expert, hidden, slots)
         total[token] += out.float() * weights[token, slot, None].float()
     return total.to(x.dtype)

@@ -84,7 +84,7 @@ class MergedCheckpoint(Checkpoint):
             self._check_weight(_EMBEDDING, infos, shape, left)
         for name, experts in adapter.experts.items():
             stored = [infos[plain].dtype for plain in infos if plain.startswith(f"{name}.")]
-            if not stored or set(stored) - set(FLOATS) or not self._fit(experts):
+            if not stored or set(stored) - set(FLOATS) or not self._fit(name, experts):
                 left.add(name)
         if left:
             raise AdapterError(
@@ -99,15 +99,19 @@ class MergedCheckpoint(Checkpoint):
         if info is None or info.dtype not in FLOATS or info.shape != shape:
             left.add(name.removesuffix(".weight"))
 
-    def _fit(self, experts: list[LowRank]) -> bool:
+    def _fit(self, name: str, experts: list[LowRank]) -> bool:
         """Returns whether factors have the shapes of the model's experts."""
+        found = [self._factors(name, part) is not None for part in ("gate_up_proj", "down_proj")]
+        return sum(found) == len(experts)
+
+    def _factors(self, name: str, parameter: str) -> LowRank | None:
+        """Returns the factors of a parameter of a layer's experts. None if it is unchanged."""
         moe, hidden = self._spec.text.moe, self._spec.text.hidden_size
         if moe is None:
-            return False
+            return None
         size = moe.intermediate_size
-        shapes = [(len(each.b), each.a.shape[1]) for each in experts]
-        ranks = all(len(each.a) % moe.num_experts == 0 for each in experts)
-        return ranks and set(shapes) <= {(2 * size, hidden), (hidden, size)}
+        shape = (hidden, size) if parameter == "down_proj" else (2 * size, hidden)
+        return self.adapter.of_experts(name, parameter, shape, moe.num_experts)
 
     def changed(self, name: str, cut: tuple[int | slice, ...], reader: Reader) -> Tensor | None:
         """Returns the changed values of a tensor, or None if the adapter does not change it.
@@ -136,15 +140,12 @@ class MergedCheckpoint(Checkpoint):
         self, match: re.Match[str], name: str, cut: tuple[int | slice, ...], reader: Reader
     ) -> Tensor | None:
         """Returns the changed values of experts' weights; see `changed`."""
-        experts, moe = self.adapter.experts.get(match[1]), self._spec.text.moe
-        if experts is None or moe is None:
+        moe, part = self._spec.text.moe, match[3]
+        factors = self._factors(match[1], "down_proj" if part == "down_proj" else "gate_up_proj")
+        if factors is None or moe is None:
             return None
-        part = match[3]
         hidden, size = self._spec.text.hidden_size, moe.intermediate_size
         shape = (hidden, size) if part == "down_proj" else (2 * size, hidden)
-        factors = factors_of_shape(experts, shape)
-        if factors is None:
-            return None
         count = moe.num_experts
         if match[2] is not None:
             delta = expert_delta(factors, int(match[2]), count)
@@ -215,14 +216,6 @@ def _is_new(checkpoint: MergedCheckpoint) -> bool:
 
 def _embedding_of(checkpoint: MergedCheckpoint) -> str:
     return checkpoint.stored_names[_EMBEDDING]
-
-
-def factors_of_shape(experts: list[LowRank], shape: tuple[int, int]) -> LowRank | None:
-    """Returns the factors that change matrices of a shape. PEFT does not name the parameter, but no
-    two parameters of a layer's experts have the same shape.
-    """
-    found = [each for each in experts if (len(each.b), each.a.shape[1]) == shape]
-    return found[0] if found else None
 
 
 def open_checkpoint(spec: ModelSpec, adapter: Path | None, dtype: torch.dtype) -> Checkpoint:

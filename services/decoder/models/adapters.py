@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from services.common.nn.adapter import Adapter, LowRank
 from services.common.nn.adapter_stack import AdapterRows, AdapterStack, refused
 from services.common.nn.collectives import Ranks, Share
-from services.common.nn.experts import Router, StackedLinear
+from services.common.nn.expert_stack import MODULE, ExpertStack
+from services.common.nn.experts import Experts, StackedLinear
 from services.common.nn.linear import Linear
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -75,7 +76,10 @@ class Adapters:
         layers, former = dict(self._layers()), self._stacks()
         problems: dict[str, str] = {}
         todo: list[tuple[AdapterStack, str, LowRank]] = []
+        experts = self._experts(adapter, problems)
         for name, factors in adapter.linears.items():
+            if MODULE.fullmatch(name):
+                continue
             stack, why = self._stack(name, layers)
             if stack is not None:
                 part = name.rpartition(".")[2]
@@ -90,12 +94,19 @@ class Adapters:
             raise refused(str(adapter.config.directory), problems)
         for stack, part, factors in todo:
             stack.set(slot, part, factors)
+        for layer, expert, part, factors in experts:
+            if layer.adapters is None:
+                layer.adapters = ExpertStack(layer, self.embed_tokens.weight)
+            if expert is None:
+                layer.adapters.set_all(slot, factors)
+            else:
+                layer.adapters.set_one(slot, expert, part, factors)
         self._found[slot] = self._whole_modules(adapter)
 
     @torch.inference_mode()
     def reserve(self) -> None:
         """Makes the stacks of all layers in which an adapter may change something, so that their
-        memory is taken before that of the KV cache.
+        memory is taken before that of the KV cache. Experts' factors take memory when they come.
         """
         layers = dict(self._layers())
         for name in layers:
@@ -189,18 +200,49 @@ class Adapters:
             )
         if layer is None:
             return None, "is not a linear layer of the model"
-        if isinstance(layer, Router | StackedLinear):
-            return None, "belongs to experts; fold the adapter into the weights (--merge-adapter)"
+        if isinstance(layer, StackedLinear):
+            return None, "is not a module of one expert"
         if layer.adapters is None:
             layer.adapters = AdapterStack.of(layer, self.slots, self.max_rank, like, self.ranks)
         return layer.adapters, ""
 
+    def _experts(
+        self, adapter: Adapter, problems: dict[str, str]
+    ) -> list[tuple[StackedLinear, int | None, str, LowRank]]:
+        """Returns the adapter's factors of experts, each with its layer, its expert (None for all
+        experts) and its module. Adds what does not fit to `problems`, by name.
+        """
+        found: list[tuple[StackedLinear, int | None, str, LowRank]] = []
+        layers = {
+            path: each for path, each in self.model.named_modules() if isinstance(each, Experts)
+        }
+        for name, factors in adapter.linears.items():
+            if not (match := MODULE.fullmatch(name)):
+                continue
+            layer, expert, part = layers.get(match[1]), int(match[2]), match[3]
+            if layer is None:
+                problems[name] = "is not a module of the model"
+                continue
+            stack = layer.down_proj if part == "down_proj" else layer.gate_up_proj
+            found.append((stack, expert, part, factors))
+            if why := ExpertStack(stack, self.embed_tokens.weight).check_one(expert, part, factors):
+                problems[name] = why
+        for name, several in adapter.experts.items():
+            layer = layers.get(name)
+            if layer is None:
+                problems[name] = "is not a module of the model"
+                continue
+            for parameter, stack in layer.stacks.items():
+                shape = sum(share.size for share in stack.rows.values()), stack.columns.size
+                if (factors := adapter.of_experts(name, parameter, shape, layer.count)) is not None:
+                    found.append((stack, None, "", factors))
+            if len([each for each in found if each[0] in layer.stacks.values()]) < len(several):
+                problems[name] = "has factors of another shape than the model's experts"
+        return found
+
     def _other_problems(self, adapter: Adapter) -> dict[str, str]:
         """Returns what an adapter changes beside linear layers and cannot be served, by name."""
-        problems = {
-            name: "are experts; fold the adapter into the weights (--merge-adapter)"
-            for name in adapter.experts
-        }
+        problems: dict[str, str] = {}
         shape = tuple(self.embed_tokens.weight.shape)
         for name, tensor in adapter.saved.items():
             if name not in (_EMBEDDING, _HEAD):

@@ -2,7 +2,8 @@
 
 A layer that no adapter changes runs by the kernels of any step. Of a changed layer, the base GEMM
 is followed by the adapters' factors (`adapter_stack`), so operations that fuse the GEMM with what
-follows are composed instead.
+follows are composed instead. A mixture whose experts or router an adapter changes is computed anew
+in plain torch for the tokens with adapters; the others keep the result of the kernel.
 """
 
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import plain
+from services.common.nn import experts as mixture
 from services.common.nn.adapter_stack import AdapterRows
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
@@ -61,6 +63,18 @@ def adapted(base: StepKernels, rows: AdapterRows) -> StepKernels:
             return base.linear_residual(x, layer, residual)
         return project(x, layer)
 
+    def moe(
+        x: Tensor, router: mixture.Router, experts: mixture.Experts, residual: Tensor
+    ) -> Tensor | None:
+        if all(is_base(layer) for layer in (router, *experts.stacks.values())):
+            return base.moe(x, router, experts, residual)
+        term = torch.zeros_like(residual)  # a kernel may add to it
+        out = base.moe(x, router, experts, term)
+        out = term if out is None else out + term
+        own = torch.where(rows.slots < rows.last)[0]
+        out[own] = mixture.moe(x[own], router, experts, residual, rows.part(own))
+        return out
+
     def shared_gate(out: Tensor, x: Tensor, gate: Linear, residual: Tensor) -> Tensor | None:
         if is_base(gate):
             return base.shared_gate(out, x, gate, residual)
@@ -74,5 +88,6 @@ def adapted(base: StepKernels, rows: AdapterRows) -> StepKernels:
         norm_linear=norm_linear,
         norm_swiglu=norm_swiglu,
         linear_residual=linear_residual,
+        moe=moe,
         shared_gate=shared_gate,
     )
