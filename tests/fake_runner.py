@@ -247,6 +247,7 @@ class FakeRunner:
     _kept: dict[int, list[tuple[int, tuple[int, ...]]]] = field(default_factory=dict)  # by row
     num_folded: int = 0
     checkpoints: dict[int, int] = field(default_factory=dict)  # by slot
+    host: dict[int, list[int]] = field(default_factory=dict)  # entries of a block, by slot
     num_restored: int = 0
     num_saved: int = 0
     _references: dict[int, Reference] = field(default_factory=dict)
@@ -320,6 +321,7 @@ class FakeRunner:
         counts = np.ones(len(samples), np.int32)
         logprobs: dict[int, list[Logprobs]] = {}
         first = 0
+        self._copy_blocks(step)
         for start in step.compute.row_starts:
             self.start_state(start)
         for index, length in enumerate(step.compute.lengths.tolist()):
@@ -369,6 +371,24 @@ class FakeRunner:
         assert taken == len(step.sample.followers)
         return scores
 
+    def _copy_blocks(self, step: Step) -> None:
+        size = self.info.block_size
+        for block, slot in _pairs(step.compute.block_saves):
+            assert 0 <= slot < self.info.num_host_blocks
+            self.host[slot] = [self._cache[block * size + index] for index in range(size)]
+        for block, slot in _pairs(step.compute.block_loads):
+            for index, entry in enumerate(self.host[slot]):
+                self._cache[block * size + index] = entry
+
+    def _damage_copies(self, step: Step) -> None:
+        """A step that raises may have changed its blocks before it copied them."""
+        size, changed = self.info.block_size, _pairs(step.compute.block_loads)
+        for block, slot in _pairs(step.compute.block_saves):
+            self.host[slot] = [_GARBAGE] * size
+            changed.append([block, slot])
+        for block, _ in changed:
+            self._cache |= dict.fromkeys(range(block * size, (block + 1) * size), _GARBAGE)
+
     def start_state(self, start: RowStart) -> None:
         self._states[start.row] = _GARBAGE
         if start.checkpoint >= 0:
@@ -383,6 +403,7 @@ class FakeRunner:
             self.run_oldest()
         for of_row in (self._last, self._lengths, self._states):
             of_row |= dict.fromkeys(step.compute.rows.tolist(), _GARBAGE)
+        self._damage_copies(step)
         if step.compute.state_saves is not None:
             self.checkpoints |= dict.fromkeys(step.compute.state_saves[:, 1].tolist(), _GARBAGE)
 
@@ -505,6 +526,10 @@ class FakeRunner:
     def _write(self, table: list[int], number: int, entry: int) -> None:
         size = self.info.block_size
         self._cache[table[number // size] * size + number % size] = entry
+
+
+def _pairs(copies: np.ndarray | None) -> list[list[int]]:
+    return [] if copies is None else copies.tolist()
 
 
 @contextlib.contextmanager

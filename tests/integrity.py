@@ -4,6 +4,7 @@ from collections.abc import Container, Iterable
 
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.schedule.block_manager import BlockManager
+from services.decoder.engine.schedule.host_blocks import HostBlocks
 from services.decoder.engine.schedule.recurrent_states import RecurrentStates
 from services.decoder.engine.schedule.scheduler import Scheduler
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
@@ -58,8 +59,19 @@ def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
     assert not any(block in blocks.hash_of for block in blocks.blank)
     assert all(block in blocks.hash_of for block in blocks.reusable)
     assert blocks.block_of == {name: block for block, name in blocks.hash_of.items()}
+    check_host_blocks(blocks.host)
     if isinstance(blocks.states, RecurrentStates):
         check_checkpoints(blocks.states, blocks.block_of)
+
+
+def check_host_blocks(host: HostBlocks) -> None:
+    """Each slot is held once, and no slot that the next step uses is free or written twice."""
+    held = [*host.free, *host.slot_of.values(), *host.dropped]
+    assert sorted(held) == list(range(len(held))), "a slot is lost, or held twice"
+    assert len(set(host.saves.values())) == len(host.saves), "a slot is written twice"
+    assert set(host.saves.values()) == host.saving
+    assert not (host.saving | set(host.loads.values())) & set(host.free), "a slot in use is free"
+    assert not host.saving & set(host.loads.values()), "a slot is read before it is written"
 
 
 def check_checkpoints(checkpoints: RecurrentStates, registered: Container[bytes]) -> None:

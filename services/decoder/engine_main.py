@@ -37,7 +37,7 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.runner_factory import create_runner
-from services.decoder.engine.step import Runner
+from services.decoder.engine.runner import Runner
 from services.decoder.engine_options import AWAKE_S, log_failure, runner_options, set_threads
 from services.decoder.masks.links import open_link, send_tokens
 from services.decoder.ranks.joining import device_of, join

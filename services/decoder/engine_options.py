@@ -73,6 +73,7 @@ def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
         max_model_len=settings.max_model_len,
         memory_fraction=settings.memory_fraction,
         kv_cache_bytes=settings.kv_cache_bytes,
+        kv_host_bytes=settings.kv_host_bytes,
         kernels=settings.kernels,
         max_drafts=settings.max_drafts(device),
         draft_head=settings.speculation == "mtp",

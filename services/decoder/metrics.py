@@ -20,6 +20,8 @@ _TOTALS = {
         "prefix_cache_hit_tokens",
         "Prompt tokens found in the prefix cache.",
     ),
+    "num_blocks_to_host": ("blocks_to_host", "KV blocks copied to the host's memory."),
+    "num_blocks_from_host": ("blocks_from_host", "KV blocks copied back to the KV cache."),
     "num_steps": ("engine_steps", "Steps launched."),
     "num_late_masks": (
         "late_token_masks",

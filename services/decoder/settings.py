@@ -45,6 +45,8 @@ class DecoderSettings(EngineServiceSettings):
         kv_cache_bytes: size of the KV cache. Defaults to the memory that `memory_fraction` leaves
             on a GPU, and to 512 MiB on a CPU. The arena for images' embeddings, in host memory, has
             1 GiB, or a quarter of this size if that is less.
+        kv_host_bytes: memory of the host for KV blocks that leave the KV cache, for each card. They
+            are copied back when a prompt begins with them again.
         adapters: LoRA adapters that are served by name beside the base model, as
             `NAME=DIRECTORY,...`.
         max_adapters: largest number of loaded adapters. Adapters beyond those of `adapters` can be
@@ -73,6 +75,7 @@ class DecoderSettings(EngineServiceSettings):
     speculation_tokens: Annotated[int, Field(ge=1, le=32)] = 8
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
+    kv_host_bytes: Annotated[int, Field(ge=0)] = 0
     adapters: str = ""
     max_adapters: Annotated[int, Field(ge=0, le=256)] | None = None
     max_adapter_rank: Annotated[int, Field(ge=1, le=256)] | None = None

@@ -26,7 +26,7 @@ from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, Logprobs, SamplingParams
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.runner_factory import create_runner
-from services.decoder.engine.step import Runner
+from services.decoder.engine.runner import Runner
 from services.decoder.engine_options import runner_options
 from services.decoder.ranks.joining import device_of, join
 from services.decoder.ranks.processes import RankProcesses

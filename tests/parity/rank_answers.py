@@ -14,7 +14,7 @@ from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.run.kv_cache import KVCacheShape
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
-from services.decoder.engine.step import Runner
+from services.decoder.engine.runner import Runner
 from services.decoder.models.rank_spec import rank_spec
 from services.decoder.ranks.steps import Follower, LeadingRunner
 from tests.engine_harness import small_pieces

@@ -10,8 +10,8 @@ import numpy as np
 from services.common.clock import Clock
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
+from services.decoder.engine.runner import Runner
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
-from services.decoder.engine.step import Runner
 
 # Numbers of tokens of the prompts that are timed alone.
 _PROMPTS = 1, 32, 256, 1024, 4096

@@ -38,6 +38,7 @@ from services.decoder.engine.messages import (
     StepDone,
     TokenMasks,
 )
+from services.decoder.engine.runner import PendingStep, Runner
 from services.decoder.engine.schedule.batch import Batch
 from services.decoder.engine.schedule.block_manager import BlockManager
 from services.decoder.engine.schedule.chunk import Chunk, accept
@@ -46,14 +47,7 @@ from services.decoder.engine.schedule.scheduler import Scheduler
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from services.decoder.engine.schedule.speculation import Speculation
 from services.decoder.engine.schedule.step_cost import StepCost
-from services.decoder.engine.step import (
-    Int32Array,
-    PendingStep,
-    Runner,
-    Scores,
-    Step,
-    StepOutput,
-)
+from services.decoder.engine.step import Int32Array, Scores, Step, StepOutput
 from services.decoder.engine.step_times import StepTimes
 
 log = logging.getLogger(__name__)
@@ -108,7 +102,9 @@ class Engine:
         self._overlap = overlap
         self._out_of_memory = out_of_memory
         self._times = StepTimes(StepCost() if step_cost is None else step_cost)
-        self._blocks = BlockManager(info.num_blocks, info.block_size, states_of(info))
+        self._blocks = BlockManager(
+            info.num_blocks, info.block_size, states_of(info), info.num_host_blocks
+        )
         self.speculation = Speculation(
             info, max_drafts, self._times.cost, step_ms=step_ms, overlap=overlap
         )
@@ -295,6 +291,8 @@ class Engine:
             num_lacking_images=scheduler.num_lacking_images,
             busy_s=self._times.busy_s(self._clock(), in_flight=bool(self.pending)),
             drafts=self.speculation.totals,
+            num_blocks_to_host=self._blocks.host.num_saved,
+            num_blocks_from_host=self._blocks.host.num_loaded,
         )
 
     def _sample(self) -> None:
@@ -315,11 +313,13 @@ class Engine:
         self._times.launching(batch, now, in_flight=bool(self.pending))
         step = batch.to_step() if self.planned is None else self.planned[1]
         self.planned = None
+        step.compute.block_saves, step.compute.block_loads = self._blocks.host.copies()
         try:
             pending = self.runner.execute(step)
         except self._out_of_memory as error:
             self._fail_largest(batch, error)
             return
+        self._blocks.host.launched()
         self._times.num_steps += 1
         self.pending.append((self.scheduler.step, batch, pending))
         self.gate.launched(batch, pending)

@@ -13,9 +13,10 @@ import numpy as np
 from services.common.clock import Clock
 from services.decoder.engine.mask_deadline import MaskDeadline
 from services.decoder.engine.messages import TokenMasks
+from services.decoder.engine.runner import PendingStep
 from services.decoder.engine.schedule.batch import Batch
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
-from services.decoder.engine.step import Int32Array, PendingStep
+from services.decoder.engine.step import Int32Array
 
 # Seconds that the device waits for late masks if no other sequence of the batch could be sampled.
 _LONE_MASK_GRACE_S = 0.02

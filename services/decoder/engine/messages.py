@@ -230,6 +230,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         task: task of the model, see `ModelSpec.task`. A sequence of a model for search ends with
             its prompt.
         max_adapters: number of slots for adapters.
+        num_host_blocks: number of slots for copies of KV blocks in the host's memory.
     """
 
     model_name: str
@@ -253,6 +254,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     state_tokens: int = 1
     task: str = "generate"
     max_adapters: int = 0
+    num_host_blocks: int = 0
 
 
 class Logprobs(msgspec.Struct, array_like=True):
@@ -370,6 +372,8 @@ class EngineStats(msgspec.Struct, array_like=True):
         num_lacking_images: number of waiting sequences that wait for an image, not for the engine.
         busy_s: seconds so far during which a step was in flight.
         drafts: totals of drafts. None if there is no speculation.
+        num_blocks_to_host: number of KV blocks copied to the host so far.
+        num_blocks_from_host: number of KV blocks copied back so far.
     """
 
     num_running: int
@@ -384,6 +388,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_lacking_images: int = 0
     busy_s: float = 0.0
     drafts: DraftTotals | None = None
+    num_blocks_to_host: int = 0
+    num_blocks_from_host: int = 0
 
 
 class ImagesOf(msgspec.Struct, array_like=True):

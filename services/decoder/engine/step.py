@@ -1,4 +1,4 @@
-"""The interface between engine and runner: a step goes in as arrays, sampled tokens come out.
+"""What passes between engine and runner: a step goes in as arrays, sampled tokens come out.
 
 A `Step` consists of numpy arrays, integers and sampling parameters, so it can be sent to another
 process. With tensor parallelism, several ranks (processes with a GPU each) compute the model
@@ -10,14 +10,14 @@ the row. The runner keeps on the device, for each row, the token that was sample
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from services.decoder.engine.draft_counts import DraftCounts
-from services.decoder.engine.messages import EngineInfo, Logprobs, SamplingParams
+from services.decoder.engine.messages import Logprobs, SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -123,6 +123,10 @@ class ComputeStep(msgspec.Struct, array_like=True):
             tokens, number m of most likely tokens to report at each place.
         adapters: `[S]`, slot of the adapter of each chunk's sequence, -1 for none. None if no
             sequence of the step has an adapter.
+        block_saves: `[n, 2]`, KV blocks that are copied to the host before the step changes any
+            block: block, slot of the host. None if none is.
+        block_loads: `[n, 2]`, KV blocks that are then copied from the host: block, slot. None if
+            none is.
         has_drafts: True if sequences verify drafts. Each of these sequences has several chunks of
             one token, one after the other (`schedule.chunk`).
         folds: `[F, 2]`, accepted drafts by which the rows' recurrent states are advanced in this
@@ -144,6 +148,8 @@ class ComputeStep(msgspec.Struct, array_like=True):
     state_saves: Int64Array | None = None
     scored: Int64Array = _empty(np.int64, 0, 3)
     adapters: Int64Array | None = None
+    block_saves: Int64Array | None = None
+    block_loads: Int64Array | None = None
     has_drafts: bool = False
     folds: Int64Array | None = None
 
@@ -227,54 +233,3 @@ class StepOutput(NamedTuple):
     scores: Sequence[Scores] = ()  # one for each of the P runs
     vectors: FloatArray | None = None  # [B, n] float32, of an embedding or reranking model
     drafts: Int32Array | None = None  # [B, num_head_drafts], drafts of each sample, then -1
-
-
-class PendingStep(Protocol):
-    """A step that was launched."""
-
-    def is_computed(self) -> bool:
-        """Returns whether a step with late masks is computed and could be sampled."""
-        ...
-
-    def put_mask(self, index: int, mask: Int32Array) -> None:
-        """Copies the mask of `SampleStep.late[index]`; a later copy replaces an earlier one."""
-        ...
-
-    def sample(self) -> None:
-        """Launches the sampling of a step with late masks. `put_mask` must have been called for
-        the masks that have arrived.
-
-        The call has to come before the next step is executed.
-        """
-        ...
-
-    def result(self) -> StepOutput:
-        """Waits until the step's tokens are on the host, and returns them. The device meanwhile
-        computes the next step, if it was launched.
-        """
-        ...
-
-
-class Runner(Protocol):
-    """The only owner of a device. `ModelRunner` is the implementation."""
-
-    @property
-    def info(self) -> EngineInfo:
-        """Sizes and names of the runner, which never change."""
-        ...
-
-    def prepare(self, step: Step) -> None:
-        """Does the host's work for a step, while the step before it waits to be sampled. The next
-        call of `execute` may be for this step or for another one.
-        """
-        ...
-
-    def execute(self, step: Step) -> PendingStep:
-        """Launches one step. On a GPU, returns without waiting for the device.
-
-        If the call raises, part of the step may have run. The rows of the step's chunks are then
-        undefined, so their sequences have to start again. The step's row starts and block updates
-        may be lost, also those of rows without a chunk in this step. A later step has to repeat
-        these.
-        """
-        ...

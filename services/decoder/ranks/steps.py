@@ -15,7 +15,8 @@ from services.common.adapter_config import AdapterError
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.step_inputs import StepInputs
-from services.decoder.engine.step import ComputeStep, PendingStep, Step
+from services.decoder.engine.runner import PendingStep
+from services.decoder.engine.step import ComputeStep, Step
 from services.decoder.ranks.processes import RankProcesses
 
 # Kinds of records. A record has its length, its kind and, for the first two kinds, a `ComputeStep`.
@@ -25,7 +26,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class LeadingRunner:
-    """The `step.Runner` of rank 0, whose steps the other ranks run, too.
+    """The `Runner` of rank 0, whose steps the other ranks run, too.
 
     If a step raises, the other ranks wait in the middle of the step, so the engine has to end.
 

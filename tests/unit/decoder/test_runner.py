@@ -120,7 +120,7 @@ def test_any_interleaving_gives_the_same_tokens(
 
 
 class RecordingRunner:
-    """A `step.Runner` that keeps copies of the steps that another runner executes, and tokens."""
+    """A `Runner` that keeps copies of the steps that another runner executes, and tokens."""
 
     def __init__(self, runner: ModelRunner, info: EngineInfo) -> None:
         self._runner, self.info = runner, info

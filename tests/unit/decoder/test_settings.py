@@ -60,4 +60,4 @@ def test_settings_cross_to_the_engine_process_unchanged():
 
 
 def test_settings_are_few() -> None:
-    assert len(DecoderSettings.model_fields) <= 32
+    assert len(DecoderSettings.model_fields) <= 33

@@ -35,7 +35,7 @@ Sampling = SamplingInputs | MaskedRows | None
 
 
 class ModelRunner:
-    """The `step.Runner` of a model. Not thread-safe.
+    """The `Runner` of a model. Not thread-safe.
 
     On a GPU, `execute` never waits for the device: it writes the step's arrays into one staging
     buffer, uploads the buffer, launches kernels, and starts one copy of the results to the host.
@@ -76,7 +76,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare(self, step: Step) -> None:
-        """Writes the arrays of a step into the staging buffer ahead of time; see `step.Runner`.
+        """Writes the arrays of a step into the staging buffer ahead of time; see `Runner`.
 
         A step that gives a row to another sequence is not written ahead of time. Its arrays would
         replace the sampling parameters of the row, which the step before may still need.
@@ -86,7 +86,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> DevicePendingStep:
-        """Launches a step; see `step.Runner`. Its sampling is launched here, too, unless token
+        """Launches a step; see `Runner`. Its sampling is launched here, too, unless token
         masks are late: then `DevicePendingStep.sample` launches the sampling.
         """
         prepared, self._prepared = self._prepared, None

@@ -1,4 +1,4 @@
-"""The `step.PendingStep` of a device: a launched step whose results are copied to pinned memory."""
+"""The `PendingStep` of a device: a launched step whose results are copied to pinned memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -23,7 +23,7 @@ from kernels.linear_attention.states import PIECE, StateCache
 from kernels.rows import DeviceRows
 from services.common.adapter_config import AdapterConfig
 from services.common.families import read_spec
-from services.common.model_spec import ModelSpec, TextSpec, longest_context
+from services.common.model_spec import ModelSpec, TextSpec, UnsupportedOption, longest_context
 from services.common.nn.adapter import Adapter
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.device import resolve_device, resolve_dtype
@@ -52,6 +52,7 @@ from services.decoder.engine.run.graphs import (
     mixed_buckets,
     prompt_buckets,
 )
+from services.decoder.engine.run.host_cache import BUFFER_BYTES
 from services.decoder.engine.run.images import ImageReader
 from services.decoder.engine.run.kv_cache import DeviceMemory, KVCacheShape
 from services.decoder.engine.run.model_runner import ModelRunner
@@ -107,6 +108,7 @@ class RunnerOptions:
         memory_fraction: share of the whole card that this process may use, on a GPU.
         kv_cache_bytes: size of the KV pool. None for what the fraction leaves on a GPU, or 512 MiB
             on a CPU.
+        kv_host_bytes: bytes of the host's memory for copies of KV blocks, for each rank.
         checkpoint_bytes: bytes for checkpoints of recurrent states. None for an eighth of the
             memory that is left for checkpoints and KV pool, or for an eighth of `kv_cache_bytes`
             in addition to these.
@@ -135,6 +137,7 @@ class RunnerOptions:
     max_model_len: int | None = None
     memory_fraction: float = 0.9
     kv_cache_bytes: int | None = None
+    kv_host_bytes: int = 0
     checkpoint_bytes: int | None = None
     cuda_graphs: bool = True
     kernels: str = ""
@@ -168,6 +171,7 @@ def create_runner(
         torch.cuda.set_device(device)
     ranks = ranks.with_peers(options.max_batched_tokens, spec.text.hidden_size, dtype, device)
     text = rank_spec(spec.text, ranks)
+    _check_host_cache(text, options)
     fp8_cache = options.fp8_cache or _has_fp8_scales(spec)
     if options.draft_head:
         spec = with_draft_head(
@@ -207,8 +211,7 @@ def create_runner(
         budget = _fixed_budget(options, device)
         if budget is None:
             peak = _run_largest_step(make(info))
-            memory = DeviceMemory.measure(device)
-            budget = kv_cache.device_budget(memory, options.memory_fraction, peak)
+            budget = _device_budget(options, device, peak)
         budget = min(ranks.exchange(budget))
         num_checkpoints, budget = _count_checkpoints(text, options, dtype, budget)
         longest = options.max_model_len or options.block_size
@@ -220,6 +223,7 @@ def create_runner(
                 num_blocks=num_blocks,
                 max_model_len=max_model_len,
                 num_checkpoints=num_checkpoints,
+                num_host_blocks=options.kv_host_bytes // shape.block_bytes,
                 num_weight_tokens=_weight_bytes(model) * shape.block_size // shape.block_bytes,
             )
         )
@@ -413,6 +417,22 @@ def _fixed_budget(options: RunnerOptions, device: torch.device) -> int | None:
     return None if device.type == "cuda" else _CPU_KV_CACHE_BYTES
 
 
+def _device_budget(options: RunnerOptions, device: torch.device, forward_peak: int) -> int:
+    """Returns the bytes of the KV pool that the largest step has left of a GPU."""
+    memory = DeviceMemory.measure(device)
+    budget = kv_cache.device_budget(memory, options.memory_fraction, forward_peak)
+    return budget - (BUFFER_BYTES if options.kv_host_bytes else 0)
+
+
+def _check_host_cache(text: TextSpec, options: RunnerOptions) -> None:
+    """Raises UnsupportedOption if blocks are to be copied to the host that are useless alone."""
+    if options.kv_host_bytes and text.linear_attention is not None:
+        raise UnsupportedOption(
+            "kv_host_bytes is not served for models with recurrent states, because only their KV "
+            "blocks would be copied to the host, and not the states that belong to them"
+        )
+
+
 def _count_checkpoints(
     text: TextSpec, options: RunnerOptions, dtype: torch.dtype, budget: int
 ) -> tuple[int, int]:
@@ -443,6 +463,7 @@ def _log_ready(
         "block_bytes": shape.block_bytes,
         "kv_cache_dtype": str(shape.dtype).removeprefix("torch."),
         "num_checkpoints": info.num_checkpoints,
+        "num_host_blocks": info.num_host_blocks,
         "max_model_len": info.max_model_len,
         "seconds": round(seconds, 2),
     }

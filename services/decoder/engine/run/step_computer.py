@@ -23,6 +23,7 @@ from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.run import step_inputs
 from services.decoder.engine.run.drafter import Drafter
 from services.decoder.engine.run.graphs import DeviceState, Graphs, Kind, StepParts
+from services.decoder.engine.run.host_cache import HostCache
 from services.decoder.engine.run.images import ImageReader
 from services.decoder.engine.run.staging import Staging
 from services.decoder.engine.run.step_inputs import StepInputs
@@ -92,6 +93,9 @@ class StepComputer:
         self.staging = Staging(_staging_bytes(info, self.max_blocks), state.kv_cache.device)
         self.graphs: list[Graphs] = []
         self._ranks = ranks
+        self._host_cache: HostCache | None = None
+        if info.num_host_blocks:
+            self._host_cache = HostCache(state.kv_cache, info.num_host_blocks)
         state.rows.blocks[self.scratch_row] = info.num_blocks
         chunks = _max_chunks(info)
         tokens = max(info.max_batched_tokens, chunks)
@@ -137,7 +141,9 @@ class StepComputer:
         return self._run_eagerly(step, inputs)
 
     def upload(self, step: ComputeStep, inputs: StepInputs) -> None:
-        """Uploads a staged step, and changes rows on the device as the step says."""
+        """Uploads a staged step, and changes rows and blocks on the device as the step says."""
+        if self._host_cache is not None:
+            self._host_cache.copy(step.block_saves, step.block_loads)
         for start in step.row_starts:
             if start.checkpoint >= 0:
                 states, checkpoints = self.state.states, self.state.checkpoints

@@ -13,6 +13,7 @@ and the device runs the steps in order, so the contents are there by then.
 
 from collections import OrderedDict
 
+from services.decoder.engine.schedule.host_blocks import HostBlocks
 from services.decoder.engine.schedule.prefix_hash import extend_hashes
 from services.decoder.engine.schedule.recurrent_states import NoStates
 from services.decoder.engine.schedule.sequence import Sequence
@@ -26,8 +27,10 @@ class BlockManager:
         block_size: number of tokens of a block.
         states: checkpoints of recurrent states. With them, a shared prefix has to end at a
             checkpoint. None if the model has no recurrent states.
+        num_host_blocks: number of slots for copies of blocks in the host's memory.
 
     Attributes:
+        host: the copies in the host's memory.
         references: number of sequences that own each block, by block id.
         blank: free blocks that are not registered.
         reusable: free blocks that are registered, least recently used first.
@@ -37,10 +40,17 @@ class BlockManager:
             sequence can find a longer prefix than before.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, states: NoStates | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        states: NoStates | None = None,
+        num_host_blocks: int = 0,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.states = states or NoStates()
+        self.host = HostBlocks(num_host_blocks)
         self.num_registrations = 0
         self.references = [0] * num_blocks
         self.blank = list(range(num_blocks - 1, -1, -1))
@@ -60,7 +70,8 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the ids of the registered blocks that have the sequence's longest cached prefix.
+        """Returns the ids of the blocks that have the sequence's longest cached prefix: of
+        registered blocks, and negative ones of blocks in the host's memory (`HostBlocks`).
 
         With recurrent states, the prefix ends at a checkpoint. The sequence's last token is never
         part of the prefix, because it has to be computed so that a next token can be sampled. If
@@ -75,8 +86,9 @@ class BlockManager:
             if len(prefix) >= len(sequence.block_hashes):
                 # Hashes are computed a few at a time, because most prompts have no cached prefix.
                 extend_hashes(sequence, self.block_size, min(most, 2 * len(prefix) + 1))
-            block = self.block_of.get(sequence.block_hashes[len(prefix)])
-            if block is None:
+            block_hash = sequence.block_hashes[len(prefix)]
+            block = self.block_of.get(block_hash)
+            if block is None and (block := self.host.find(block_hash)) is None:
                 break
             prefix.append(block)
         while prefix and sequence.block_hashes[len(prefix) - 1] not in self.states:
@@ -88,7 +100,8 @@ class BlockManager:
         shares the blocks `prefix`. At least `keep_free` blocks must then stay free.
         """
         # Blocks of the prefix that no sequence owns are free now, and will not be free afterwards.
-        revived = sum(1 for block in prefix if self.references[block] == 0)
+        # A block in the host's memory needs a free block, too.
+        revived = sum([block < 0 or self.references[block] == 0 for block in prefix])
         needed = self.num_blocks_for(num_tokens) - len(prefix) + revived
         return needed + keep_free <= self.num_free
 
@@ -98,12 +111,17 @@ class BlockManager:
         The caller must call `can_allocate` first, and must not give away blocks in between.
         """
         assert not sequence.block_table, "the sequence has blocks already"
+        self.host.claim(prefix)
         for block in prefix:
-            if self.references[block] == 0:
-                del self.reusable[block]
-            self.references[block] += 1
+            if block >= 0:
+                if self.references[block] == 0:
+                    del self.reusable[block]
+                self.references[block] += 1
         fresh = [self._take() for _ in range(self.num_blocks_for(num_tokens) - len(prefix))]
-        sequence.block_table = prefix + fresh
+        sequence.block_table = [
+            block if block >= 0 else self._load(block_hash)
+            for block, block_hash in zip(prefix, sequence.block_hashes, strict=False)
+        ] + fresh
         sequence.capacity = len(sequence.block_table) * self.block_size
         sequence.num_registered_blocks = len(prefix)
 
@@ -154,9 +172,11 @@ class BlockManager:
             self._unregister(block)
         for block_hash in sequence.block_hashes:
             self.states.drop(block_hash)
+            self.host.drop(block_hash)
 
     def reset(self) -> None:
         """Empties the prefix cache. Sequences keep the blocks that they own."""
+        self.host.clear()
         for block in list(self.hash_of):
             self._unregister(block)
 
@@ -165,8 +185,16 @@ class BlockManager:
             block = self.blank.pop()
         else:
             block, _ = self.reusable.popitem(last=False)
+            self.host.save(self.hash_of[block], block)
             self._unregister(block)
         self.references[block] = 1
+        return block
+
+    def _load(self, block_hash: bytes) -> int:
+        """Takes and registers a block, to which the next step copies a block of the host."""
+        block = self._take()
+        self.host.load(block_hash, block)
+        self.block_of[block_hash], self.hash_of[block] = block, block_hash
         return block
 
     def _unregister(self, block: int) -> None:

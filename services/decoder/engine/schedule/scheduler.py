@@ -261,6 +261,7 @@ class Scheduler:
         their tokens again, because the contents of their rows on the device are undefined.
         """
         self.roll_back(batch)
+        self.blocks.host.failed()
         for chunk in batch.chunks:
             self.blocks.states.abandon(chunk.checkpoints)
             self._preempt(chunk.sequence)

@@ -1,0 +1,169 @@
+"""KV blocks that leave the cache of the device, and come back from the host's memory."""
+
+import random
+
+import numpy as np
+import pytest
+
+from services.decoder.engine.messages import ResetPrefixCache
+from services.decoder.engine.schedule.host_blocks import HostBlocks
+from tests.engine_harness import Harness, prompt_of
+from tests.engine_programs import fail_at
+from tests.fake_runner import add_message
+from tests.integrity import check_host_blocks
+
+SIZE = 4  # tokens of a block
+
+
+def answer(harness: Harness, number: int, prompt: list[int], **fields: object) -> int:
+    """Runs a sequence alone; the number of its prompt tokens that were cached."""
+    hits = harness.engine.stats().num_prefix_hit_tokens
+    harness.add(add_message(number, prompt, max_tokens=2, **fields))
+    harness.run()
+    return harness.engine.stats().num_prefix_hit_tokens - hits
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_conversation_returns_after_its_blocks_were_given_away(overlap: bool) -> None:
+    harness = Harness(num_blocks=16, num_host_blocks=64, overlap=overlap)
+    for number in range(4):
+        assert answer(harness, number, prompt_of(number, 48)) == 0
+    assert answer(harness, 4, prompt_of(0, 48)) == 44  # all blocks but that of the last token
+    stats = harness.engine.stats()
+    assert stats.num_blocks_from_host == 11 and stats.num_blocks_to_host > 30
+    harness.assert_all_as_alone()
+    harness.assert_empty()
+
+
+def test_without_slots_nothing_is_copied() -> None:
+    harness = Harness(num_blocks=16)
+    for number in range(4):
+        answer(harness, number, prompt_of(number, 48))
+    assert answer(harness, 4, prompt_of(0, 48)) == 0
+    assert harness.engine.stats().num_blocks_to_host == 0
+
+
+def test_a_block_that_the_host_has_is_not_copied_again() -> None:
+    harness = Harness(num_blocks=16, num_host_blocks=64)
+    for number in range(12):
+        answer(harness, number, prompt_of(number % 3, 48))
+    # 12 or 13 blocks of each prompt, with that of the completion, and never twice the same.
+    assert harness.engine.stats().num_blocks_to_host <= 3 * 13
+    assert harness.engine.stats().num_blocks_from_host > 50
+    harness.assert_all_as_alone()
+
+
+def test_another_tenant_finds_nothing() -> None:
+    harness = Harness(num_blocks=16, num_host_blocks=64)
+    answer(harness, 0, prompt_of(0, 48), salt=b"a")
+    for number in range(1, 4):
+        answer(harness, number, prompt_of(number, 48))
+    assert answer(harness, 4, prompt_of(0, 48), salt=b"b") == 0
+    assert answer(harness, 5, prompt_of(0, 48), salt=b"a") == 44
+
+
+def test_a_reset_forgets_the_copies() -> None:
+    harness = Harness(num_blocks=16, num_host_blocks=64)
+    for number in range(4):
+        answer(harness, number, prompt_of(number, 48))
+    harness.engine.handle(ResetPrefixCache())
+    assert answer(harness, 4, prompt_of(0, 48)) == 0
+    harness.assert_all_as_alone()
+
+
+def test_a_poisoned_prompt_is_not_found_on_the_host() -> None:
+    harness = Harness(num_blocks=16, num_host_blocks=64)
+    for number in range(4):
+        answer(harness, number, prompt_of(number, 48))
+    blocks = harness.engine.scheduler.blocks
+    sequence = add_message(9, prompt_of(0, 48), max_tokens=2)
+    harness.add(sequence)
+    harness.step()
+    (running,) = harness.engine.scheduler.running()
+    known = [each in blocks.host.slot_of for each in running.block_hashes]
+    assert any(known)
+    blocks.invalidate(running)
+    assert not any(each in blocks.host.slot_of for each in running.block_hashes)
+    check_host_blocks(blocks.host)
+
+
+def crowd(seed: int, num_host_blocks: int, *, failing: bool) -> Harness:
+    """Forty sequences over six beginnings, several at once, in a cache that holds one or two."""
+    chance = random.Random(seed)
+    harness = Harness(
+        num_blocks=chance.randint(16, 24), num_host_blocks=num_host_blocks,
+        overlap=chance.random() < 0.5, max_num_sequences=3,
+    )  # fmt: skip
+    if failing:
+        fail_at(harness.runner, chance.randint(5, 60))
+    for number in range(40):
+        prompt = prompt_of(chance.randrange(6), chance.choice((24, 32, 40)))
+        prompt += prompt_of(100 + number, chance.randrange(4))
+        harness.add(add_message(number, prompt, max_tokens=chance.randint(1, 9)))
+        for _ in range(chance.randrange(6)):
+            harness.step()
+    harness.run()
+    return harness
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_answers_are_those_of_sequences_alone(seed: int) -> None:
+    harness = crowd(seed, 12 if seed % 2 else 60, failing=seed % 3 == 0)
+    harness.assert_all_as_alone()
+    harness.assert_empty()
+    assert list(harness.ends.values()).count("failed") <= 1
+    assert harness.engine.stats().num_blocks_from_host > 10
+
+
+def _forgets_what_is_not_written(host: HostBlocks, block_hash: bytes) -> int | None:
+    slot = host.slot_of.get(block_hash)
+    return None if slot is None else -1 - slot
+
+
+RULES = {
+    "claim": lambda *_: None,  # slots that are about to be read may be given away
+    "failed": lambda _: None,  # saves of a step that failed count as made
+    "find": _forgets_what_is_not_written,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_answer_is_wrong_if_a_rule_is_dropped(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostBlocks, rule, RULES[rule])
+
+    def wrong(seed: int) -> bool:
+        try:
+            harness = crowd(seed, 12, failing=rule != "claim")
+            harness.assert_all_as_alone()
+        except (AssertionError, KeyError):
+            return True
+        return False
+
+    assert any(wrong(seed) for seed in range(60))
+
+
+def test_slots_are_reused_least_recently_used_first_and_not_while_a_step_uses_them() -> None:
+    host = HostBlocks(2)
+    host.save(b"1", 10)
+    host.save(b"2", 11)
+    host.save(b"3", 12)  # both slots are used by the next step
+    assert list(host.slot_of) == [b"1", b"2"]
+    assert host.find(b"1") is None, "not written yet"
+    host.launched()
+    found = host.find(b"1")
+    assert found == -1
+    host.claim([5, found])
+    host.load(b"1", 20)
+    host.save(b"3", 12)
+    assert list(host.slot_of) == [b"1", b"3"]
+    saves, loads = host.copies()
+    assert saves is not None and saves.tolist() == [[12, 1]]
+    assert loads is not None and loads.tolist() == [[20, 0]]
+    host.failed()
+    assert host.copies()[0] is None and np.array_equal(host.copies()[1], loads)
+    assert host.find(b"3") is None
+    host.launched()
+    assert host.copies() == (None, None) and host.num_loaded == 1
+    check_host_blocks(host)
