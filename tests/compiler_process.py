@@ -12,6 +12,7 @@ from services.decoder.masks.compile_worker import Compiler
 from services.decoder.masks.compiler import Vocabulary
 from services.decoder.masks.grammar import GrammarSource
 from services.decoder.masks.messages import Verdict
+from tests.noise import PATIENCE_S
 
 
 class CompilerProcess:
@@ -34,7 +35,7 @@ class CompilerProcess:
 
     def _call(self, name: str, argument: object) -> Any:
         self._connection.send((name, argument))
-        assert self._connection.poll(60), f"{name}: no answer"
+        assert self._connection.poll(PATIENCE_S), f"{name}: no answer"
         return self._connection.recv()
 
 
@@ -52,7 +53,7 @@ def compiler_process(
     theirs.close()
     with mine:
         yield CompilerProcess(mine)
-    process.join(10)
+    process.join(PATIENCE_S)
     assert process.exitcode == 0
     process.close()
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,11 +65,12 @@ class Launcher(children.Launcher):
 
     Attributes:
         num_refusals: number of starts that fail from now on.
+        num_stopped: number of processes that are stopped as they start, from now on.
         refused: modules that were not started.
     """
 
     def __init__(self) -> None:
-        self.num_refusals = 0
+        self.num_refusals = self.num_stopped = 0
         self.refused: list[str] = []
 
     async def start(
@@ -78,7 +80,11 @@ class Launcher(children.Launcher):
             self.num_refusals -= 1
             self.refused.append(module)
             raise OSError(errno.EMFILE, "no descriptors left")
-        return await super().start(module, settings, *descriptors)
+        process = await super().start(module, settings, *descriptors)
+        if self.num_stopped > 0:
+            self.num_stopped -= 1
+            process.send_signal(signal.SIGSTOP)
+        return process
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import pytest
 
 from services.common.pb import decoder_pb2 as pb
 from tests.contract.test_structured_output import SCHEMA, ask, grammar, text_of, told
-from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of
+from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of, until
 from tests.known_drafts import KnownSources, from_answer
 from tests.tiny_tokenizer import added_ids, write_text_model_directory
 
@@ -62,7 +62,7 @@ async def answers(model, known: dict[int, list[int]] | None, share: float) -> tu
                 ids, end = await told(gateway, number)
                 assert isinstance(end, pb.Finished), end
                 found[number] = ids
-        assert decoder.is_idle()
+        await until(decoder.is_idle)
         return found, decoder.engine.engine.stats().drafts
 
 

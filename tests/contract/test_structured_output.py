@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import AddSequence
 from tests.cases import cases
-from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of
+from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of, until
 from tests.tiny_tokenizer import added_ids, tokenizer_json, write_text_model_directory
 
 pytestmark = pytest.mark.thorough
@@ -95,7 +95,7 @@ async def test_answers_are_of_their_grammars_in_one_batch_with_free_ones(decoder
             check(text_of(ids))
         for submit in free:
             assert (await gateway.end(submit.sequence_id)).reason == pb.Finished.REASON_LENGTH
-    assert decoder.is_idle()
+    await until(decoder.is_idle)
 
 
 @pytest.mark.parametrize("text", ["Re\u0301sume\u0301", "\u212b", "<think>x", "<|im_end|>1"])
@@ -165,7 +165,7 @@ async def test_continued_behind_the_tokens_of_another_decoder(decoder, begins_af
         wrong.generated_token_ids = np.asarray([END, END], "<i4").tobytes()
         await gateway.submit(wrong)
         assert (await gateway.end(100)).code == "internal_error"
-    assert decoder.is_idle()
+    await until(decoder.is_idle)
 
 
 async def test_refused_by_name(decoder, caplog):
@@ -185,7 +185,7 @@ async def test_refused_by_name(decoder, caplog):
             _, end = await answer(gateway, number, form)
             assert end.code == "invalid_grammar" and name in end.message, (name, end)
             assert "\n" not in end.message and "1 |" not in end.message
-    assert decoder.is_idle()
+    await until(decoder.is_idle)
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
@@ -254,7 +254,7 @@ async def test_preempted_sequences_go_on(model):
             assert end.reason == pb.Finished.REASON_STOP
             assert re.fullmatch("[a-z]{40,60}", text_of(ids))
         assert decoder.engine.engine.stats().num_preemptions > 0
-        assert decoder.is_idle()
+        await until(decoder.is_idle)
 
 
 async def test_cancelled_while_its_grammar_compiles(decoder):
@@ -266,7 +266,7 @@ async def test_cancelled_while_its_grammar_compiles(decoder):
         assert (await gateway.end(1)).code == "cancelled"
         ids, _ = await answer(gateway, 2, grammar("JSON_SCHEMA", SCHEMA))
         json.loads(text_of(ids))
-    assert decoder.is_idle()
+    await until(decoder.is_idle)
 
 
 async def test_sequences_without_a_grammar_are_planned_ahead_as_before(decoder):
@@ -325,4 +325,4 @@ async def test_demands_that_exclude_each_other(decoder):
         ):
             await gateway.submit(submit_of(number, prompt_of(1), **fields))
             assert (await gateway.end(number)).code == "invalid_request"
-    assert decoder.is_idle()
+    await until(decoder.is_idle)

@@ -14,6 +14,8 @@ from typing import Any
 
 import websocket
 
+from tests.noise import PATIENCE_S
+
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -35,7 +37,7 @@ class Page:
 
     def __init__(self, socket_url: str) -> None:
         self._socket_url = socket_url
-        self._socket = websocket.create_connection(socket_url, timeout=30)
+        self._socket = websocket.create_connection(socket_url, timeout=PATIENCE_S)
         self._ids = itertools.count(1)
         self.console: list[str] = []
         self.requests: list[str] = []
@@ -84,7 +86,7 @@ class Page:
             raise BrowserError(f"{script}: {failure.get('exception', failure)}")
         return answer["result"].get("value")
 
-    def wait_for(self, script: str, timeout_s: float = 30.0) -> Any:
+    def wait_for(self, script: str, timeout_s: float = PATIENCE_S) -> Any:
         """Evaluates until the value is truthy, and returns it."""
         deadline = time.monotonic() + timeout_s
         while not (value := self.evaluate(script)):
@@ -244,7 +246,9 @@ def _page_socket(port_file: Path, process: subprocess.Popen[bytes]) -> str:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         if port_file.exists() and (lines := port_file.read_text().splitlines()):
-            with urllib.request.urlopen(f"http://127.0.0.1:{lines[0]}/json", timeout=10) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{lines[0]}/json", timeout=PATIENCE_S
+            ) as answer:
                 pages = [t for t in json.loads(answer.read()) if t["type"] == "page"]
             if pages:
                 return pages[0]["webSocketDebuggerUrl"]

@@ -19,6 +19,7 @@ IDLE = "document.getElementById('send').textContent === 'Send'"
 LAST = "[...document.querySelectorAll('.turn.assistant')].at(-1)"
 ANSWER = f"{LAST}?.querySelector('.bubble').textContent"
 ERROR = f"{LAST}?.querySelector('.error')"
+_RANDOM = np.random.default_rng(0)
 ATTACHED = "document.querySelectorAll('#attached img').length"
 
 
@@ -95,7 +96,7 @@ def click(page: Page, selector: str) -> None:
 
 def png(path: Path, side: int = 64) -> Path:
     """An image that no other test sends; of noise, so that its size is about that of its pixels."""
-    pixels = np.random.default_rng().integers(0, 256, (side, side, 3), np.uint8)
+    pixels = _RANDOM.integers(0, 256, (side, side, 3), np.uint8)
     data = io.BytesIO()
     Image.fromarray(pixels).save(data, "PNG")
     path.write_bytes(data.getvalue())

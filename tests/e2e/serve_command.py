@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.noise import PATIENCE_S
+
 _START_TIMEOUT_S = 120.0
 
 
@@ -58,5 +60,5 @@ def serve_command(directory: Path, options: Sequence[str] = ()) -> Iterator[Serv
         watchdog.cancel()
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-            process.wait(10)
+            process.wait(PATIENCE_S)
         process.stdout.close()

@@ -1,6 +1,5 @@
 """The chat page, in a real browser, over the real stack with the demonstration model."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,8 +55,8 @@ def test_the_page_needs_nothing_from_outside(page: Page, demo: ServeCommand) -> 
 def test_a_dropped_image_is_answered_in_a_stream_with_times(page: Page, tmp_path: Path) -> None:
     dropped = tmp_path / "shapes.png"
     with Image.open(SAMPLES / "shapes.png") as image:
-        own = image.convert("RGB")  # no other test of this stack has sent it, nor has another try
-    own.putpixel((0, 0), tuple(os.urandom(3)))
+        own = image.convert("RGB")  # no other test of this stack has sent it
+    own.putpixel((0, 0), (1, 2, 3))
     own.save(dropped)
     page.evaluate(
         f"""(() => {{

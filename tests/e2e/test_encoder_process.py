@@ -159,7 +159,7 @@ async def run_encoder(model_dir: Path, **settings: object) -> AsyncIterator[Enco
         await channel.close()
         if process.returncode is None:
             process.terminate()
-            await asyncio.wait_for(process.wait(), 20)
+            await asyncio.wait_for(process.wait(), PATIENCE_S)
 
 
 def make_image(height: int, width: int, seed: int = 0, kind: str = "PNG") -> bytes:

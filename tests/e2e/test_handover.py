@@ -44,16 +44,19 @@ def test_a_decoder_that_goes_or_hangs_hands_its_answers_over(
 ) -> None:
     cluster.restore()
     asker = handover.Asker(lambda: cluster.url, MAX_TOKENS)
+    engines = {decoder: decoder.engine_pid() for decoder in cluster.decoders}
     with ThreadPoolExecutor(len(undisturbed)) as pool:
         asked = {seed: pool.submit(asker.ask, seed) for seed in undisturbed}
         wait_until(lambda: sum(asker.num_chunks.values()) > 20, PATIENCE_S, "streams run")
-        busiest = max(
-            cluster.decoders, key=lambda d: d.metric("triptych_decoder_sequences_running")
-        )
+        for engine in engines.values():  # nothing ends while we look for the busiest
+            os.kill(engine, signal.SIGSTOP)
+        busiest = max(engines, key=lambda d: d.metric("triptych_decoder_sequences_running"))
+        for decoder, engine in engines.items():
+            if how == "SIGTERM" or decoder is not busiest:
+                os.kill(engine, signal.SIGCONT)
         if how == "SIGTERM":  # the grace is shorter than the answers
             assert busiest.terminate() == 0
         else:
-            os.kill(busiest.engine_pid(), signal.SIGSTOP)
             assert busiest.wait() == 1
         answers = {seed: future.result() for seed, future in asked.items()}
     for seed, answer in answers.items():

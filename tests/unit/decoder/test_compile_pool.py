@@ -10,8 +10,7 @@ from services.decoder.masks.compile_pool import CompilePool
 from services.decoder.masks.grammar import GrammarSource
 from services.decoder.masks.messages import LANES, Verdict
 from services.decoder.masks.verdicts import Verdicts
-
-WAIT_S = 20
+from tests.noise import PATIENCE_S
 
 
 class FakeChannel:
@@ -38,7 +37,7 @@ class FakeChannel:
         pass
 
     async def asked(self, count: int) -> list[str]:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while len(self.sent) < count:  # noqa: ASYNC110 - of a list
                 await asyncio.sleep(0)
         return self.sent
@@ -216,7 +215,7 @@ async def test_a_grammar_in_work_at_two_ends_of_the_process_is_lost(pool, proces
         ended = process.num_started
         await process.quick.asked(1)
         process.quick.answer(None)
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while process.num_started == ended:  # noqa: ASYNC110 - of a number
                 await asyncio.sleep(0)
     with pytest.raises(ProcessLost):
@@ -237,7 +236,7 @@ async def test_the_job_of_the_other_lane_is_tried_again_and_charged_with_no_loss
         lost = check(pool, f"lost {ended}")
         await quick.asked(len(quick.sent) + 1)
         quick.answer(None)
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while process.num_started == ended:  # noqa: ASYNC110 - of a number
                 await asyncio.sleep(0)
         await process.quick.asked(1)

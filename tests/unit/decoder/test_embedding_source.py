@@ -68,16 +68,15 @@ class World:
     def __init__(
         self,
         pages: int = 16,
-        standstill_s: float = 5.0,
+        standstill_s: float = PATIENCE_S,
         takeover_s: float = 1.0,
-        idle_s: float = 60.0,
     ) -> None:
         self.arena = Arena(pages * PAGE)
         self.cache = FakeCache()
         self.observer = Counts()
         self.servicers = [FakeFetchServicer(), FakeFetchServicer()]
         self.addresses: list[str] = []
-        self.fetcher = EncoderFetcher(idle_s=idle_s)
+        self.fetcher = EncoderFetcher()
         cache = cast(RedisCache, self.cache)
         tiers: list[Tier[Fetch]] = [RedisTier(cache), EncodersTier(self.fetcher, self.observer)]
         self.store = EmbeddingStore(self.arena, tiers, self.observer.hits, self.observer.misses)
@@ -173,7 +172,7 @@ async def test_many_sequences_with_one_image_cause_one_fetch():
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_an_encoder_that_fails_is_named_and_leaves_nothing_behind(fault):
-    async with World(standstill_s=0.3 if fault.startswith("hang") else 5.0) as world:
+    async with World(standstill_s=0.3 if fault.startswith("hang") else PATIENCE_S) as world:
         world.servicers[0].fault = fault
         with pytest.raises(EncoderFailed) as failure:
             await world.obtain(world.request(1))
@@ -183,17 +182,18 @@ async def test_an_encoder_that_fails_is_named_and_leaves_nothing_behind(fault):
         world.assert_unreferenced()
         assert sum(world.observer.failed.values()) == 1
         # Another encoder, or the same one recovered, has it.
+        world.source.standstill_s = PATIENCE_S
         await world.obtain(world.request(1, encoder=1))
 
 
 async def test_a_slow_encoder_that_says_that_it_works_is_waited_for():
     """Also for an image that the gateway has not sent it yet."""
-    async with World(standstill_s=2.0) as world:
+    async with World(standstill_s=3.0) as world:
         servicer = world.servicers[0]
         servicer.words = {KEYS[1]: True, KEYS[2]: False}
         began = time.monotonic()
         obtaining = asyncio.create_task(world.obtain(world.request(1), world.request(2)))
-        await until(lambda: time.monotonic() - began > 3.0)
+        await until(lambda: time.monotonic() - began > 4.0)
         assert not obtaining.done() and servicer.num_words > 2
         del servicer.words[KEYS[1]]
         await until(lambda: num_unfinished(world.store) == 1)
@@ -205,7 +205,7 @@ async def test_a_slow_encoder_that_says_that_it_works_is_waited_for():
 
 
 async def test_an_encoder_that_only_lives_is_not_waited_for():
-    async with World(standstill_s=0.5) as world:
+    async with World(standstill_s=1.5) as world:
         world.servicers[0].words = {KEYS[1]: False}
         with pytest.raises(EncoderFailed, match="in time"):
             await world.obtain(world.request(1))
@@ -213,7 +213,7 @@ async def test_an_encoder_that_only_lives_is_not_waited_for():
 
 
 async def test_an_encoder_that_falls_silent_is_noticed_while_another_works():
-    async with World(standstill_s=1.0) as world:
+    async with World(standstill_s=2.0) as world:
         silent, slow = world.servicers
         slow.words = {KEYS[2]: True}
         silent.fault = "hangs in the middle"
@@ -410,11 +410,13 @@ async def test_what_fits_into_an_empty_arena_is_had_wherever_the_last_ones_lie()
 
 
 async def test_unused_channels_are_closed():
-    async with World(idle_s=0.02) as world:
+    async with World() as world:
         await world.obtain(world.request(1))
         assert world.fetcher.num_channels == 1
-        await until(lambda: not world.fetcher.num_channels)
+        world.fetcher.idle_s = 0.02
         await world.obtain(world.request(2))
+        await until(lambda: not world.fetcher.num_channels)
+        await world.obtain(world.request(3))
 
 
 async def test_a_caller_cancelled_twice_leaves_nothing_behind():

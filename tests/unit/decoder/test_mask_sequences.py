@@ -22,6 +22,7 @@ from services.decoder.masks.matcher import MatcherFailed
 from services.decoder.masks.messages import CannotFollow, MaskTimes, ThreadStuck
 from services.decoder.masks.rows import QUICK, SLOW, MaskRows, create_mask_memory, num_mask_words
 from services.decoder.masks.sequences import SequenceMasks
+from tests.noise import PATIENCE_S
 from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
 
 END = added_ids()["<|im_end|>"]
@@ -35,7 +36,6 @@ def schema(**keywords: object) -> Grammar:
 PARTS = " | ".join(" ".join(["s"] * number) for number in range(2, 10))
 AMBIGUOUS = Grammar(GrammarSource("grammar", f'start: s\ns: {PARTS} | "a"\n'))
 LONG = schema(type="string", minLength=5000)
-WAIT_S = 20
 
 
 class Inbox:
@@ -103,14 +103,14 @@ class Process:
         self.tokenizer = self.grammars.vocabulary.result().full
 
     async def received(self) -> TokenMasks:
-        return await asyncio.wait_for(self.inbox.masks.get(), WAIT_S)
+        return await asyncio.wait_for(self.inbox.masks.get(), PATIENCE_S)
 
     def add(self, number, grammar, generated=(), *, is_slow=False):
         self.masks.add(number, TokenConstraints(grammar), list(generated), is_slow)
 
     async def failure(self) -> CannotFollow:
         """The only one."""
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while not self.failures:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         (failure,) = self.failures
@@ -355,7 +355,7 @@ async def test_what_waits_for_a_thread_that_is_taken_is_left_to_another_process(
     process.add(3, schema(type="integer"))
     process.add(4, schema(type="boolean"), is_slow=True)
     assert (await process.received()).sequence_ids == [4], "its thread is the slow one"
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(PATIENCE_S):
         while not process.inbox.taken:
             process.masks.check_threads()
             await asyncio.sleep(0.01)
@@ -377,12 +377,12 @@ async def test_threads_mark_the_sequence_in_work(process):
 
     def work():
         started.set()
-        release.wait(WAIT_S)
+        release.wait(PATIENCE_S)
 
     await asyncio.wrap_future(process.grammars.vocabulary)
     for thread, slot in ((process.grammars.quick, QUICK), (process.grammars.slow, SLOW)):
         running = thread.run(7 + slot, None, work)
-        await asyncio.to_thread(started.wait, WAIT_S)
+        await asyncio.to_thread(started.wait, PATIENCE_S)
         assert [number for number, _ in process.rows.marks.get()] == [thread.number] == [7 + slot]
         assert thread.used_s() < 1.0
         release.set()

@@ -294,7 +294,7 @@ def test_a_text_of_parts_of_added_tokens_is_rendered_at_once(tokenizer, text):
 def test_a_long_prompt_leaves_other_threads_their_turn(tokenizer):
     text = "The quick brown fox jumps over the lazy dog. " * 40_000
 
-    def longest() -> float:
+    def longest_share() -> float:
         with ThreadPoolExecutor(1) as threads:
             times = [time.monotonic()]
             encoding = threads.submit(tokenizer.encode_prompt, text, True)
@@ -303,9 +303,9 @@ def test_a_long_prompt_leaves_other_threads_their_turn(tokenizer):
                 time.sleep(0.001)
             times.append(time.monotonic())
         assert len(encoding.result()) > 100_000
-        return max(after - before for before, after in pairwise(times))
+        return max(after - before for before, after in pairwise(times)) / (times[-1] - times[0])
 
-    assert least(longest, 0.3) <= 0.3  # all of its 1.4 s, while it keeps the interpreter lock
+    assert least(longest_share, 0.3) <= 0.3  # all of the time, while it keeps the interpreter lock
 
 
 def test_text_that_fits_once_it_is_normalized_is_not_refused(tokenizer):

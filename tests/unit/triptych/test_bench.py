@@ -76,7 +76,7 @@ def test_a_run_measures_writes_and_succeeds(
     assert document["model"] == "stub"
     assert row["num_errors"] == 0
     assert row["completion_tokens"] == row["row"]["output_tokens"]
-    assert 2.0 <= row["tpot_ms"]["p50"] < 50
+    assert 2.0 <= row["tpot_ms"]["p50"] < row["e2e_ms"]["p99"] / 10
     assert row["ttft_ms"]["p50"] <= row["ttft_ms"]["p99"] <= row["e2e_ms"]["p99"]
     assert stub.most_in_flight == row["row"]["concurrency"] == 6
     assert (tmp_path / "serve.png").stat().st_size > 10_000
@@ -97,7 +97,7 @@ async def test_a_broken_answer_is_an_error_and_not_a_figure(
 ) -> None:
     stub.behaviour = behaviour
     connection = Connection(Target.from_url(stub.url))
-    samples = [await connection.post(b'{"max_tokens": 2}', 5) for _ in range(2)]
+    samples = [await connection.post(b'{"max_tokens": 2}', PATIENCE_S) for _ in range(2)]
     connection.close()
     for sample in samples:
         with pytest.raises(AssertionError, match=error):
@@ -118,7 +118,7 @@ async def test_a_request_that_takes_too_long_is_an_error(stub: StubServer) -> No
     connection = Connection(Target.from_url(stub.url))
     sample = await connection.post(b'{"max_tokens": 1000}', 0.1)
     assert sample.error.startswith("TimeoutError")
-    sample = await connection.post(b'{"max_tokens": 2}', 5)
+    sample = await connection.post(b'{"max_tokens": 2}', PATIENCE_S)
     assert not sample.error
     connection.close()
 

@@ -82,8 +82,9 @@ def test_only_the_time_of_full_load_counts() -> None:
 
 
 def test_a_row_is_measured_and_printed(
-    stub: StubServer, capsys: pytest.CaptureFixture[str]
+    stub: StubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(encoder_cpu, "_MIN_SHARE", 0.0)  # the main thread only waits
     pid = os.getpid()  # whose threads are the stub's server and the observer
     arguments = ["--url", stub.url, "--pids", f"{pid},{pid}", "--scale", "0.2", "--repeat", "10"]
     assert encoder_cpu.main(arguments) == 0
