@@ -26,6 +26,7 @@ from tests.cases import first
 from tests.compiler_process import compiler_process
 from tests.contract.test_structured_output import SCHEMA, answer, ask, grammar, text_of, told
 from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of, until
+from tests.noise import PATIENCE_S
 from tests.tiny_tokenizer import (
     added_ids,
     tokenizer_json,
@@ -302,14 +303,24 @@ def stop_lanes(pid: int) -> None:
 
 async def generated(decoder: Decoder, count: int, least: int) -> None:
     """Waits until as many sequences run with more than `least` tokens each. A client learns of
-    them late: when it has read those, a sequence may be over.
+    them late: when it has read those, a sequence may be over. The engine begins once all are
+    known to their mask processes and goes slowly, or one would be over before the last begins.
     """
+    running = decoder.engine.running
 
     def numbers() -> list[int]:
         processes = decoder.masks.processes
         return [len(each.generated) for p in processes for each in p.sequences.values()]
 
-    await until(lambda: len(numbers()) == count and min(numbers()) > least)
+    running.clear()
+    await until(lambda: len(numbers()) == count)
+    decoder.runner.on_execute = lambda _: running.clear()
+    async with asyncio.timeout(PATIENCE_S):
+        while min(numbers()) <= least:
+            running.set()
+            await asyncio.sleep(0.02)
+    decoder.runner.on_execute = None
+    running.set()
 
 
 async def stop_in_work(process, sequence: int) -> None:
@@ -366,7 +377,7 @@ async def test_where_one_mask_process_cannot_be_started_the_others_get_what_come
 
 
 async def test_sequences_of_a_mask_process_that_cannot_be_started_go_on_in_another(model):
-    schema = {"type": "string", "minLength": 60, "maxLength": 80}
+    schema = {"type": "string", "minLength": 300, "maxLength": 320}
     async with Decoder(
         model_directory=model, num_blocks=512, max_model_len=512, num_processes=2
     ) as decoder, Gateway(decoder) as gateway:  # fmt: skip
