@@ -6,6 +6,7 @@ import errno
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -42,7 +43,9 @@ KEYS = [bytes([n]) * 32 for n in range(1, 9)]
 class NoMasks(MaskProcesses):
     """Mask processes of a decoder whose sequences have no token masks. None is started."""
 
-    end_ids = ()
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return ()
 
     def __init__(self) -> None:
         pass
@@ -112,7 +115,7 @@ class Decoder:
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))
-        self.engine = InProcessEngine(self.runner)
+        self.engine: Any = InProcessEngine(self.runner)
         self.registry = CollectorRegistry()
         self.metrics = metrics = DecoderMetrics(self.registry)
         self.arena = Arena(arena_pages * 4096)
@@ -152,7 +155,7 @@ class Decoder:
             capacity,
             max_queued_bytes=max_queued_bytes,
         )
-        self.masks = masks
+        self.masks: Any = masks
         self.encoder = FakeFetchServicer()
         self.encoder_address = ""
         self._exit = contextlib.AsyncExitStack()
@@ -198,7 +201,7 @@ class Gateway:
         self.logprobs: dict[int, list[pb.TokenLogprobs]] = {}
         self.prompt_logprobs: dict[int, list[pb.PromptLogprobs]] = {}
         self.starts: dict[int, pb.Started] = {}
-        self.ends: dict[int, pb.Finished | pb.Failed] = {}
+        self.ends: dict[int, Any] = {}  # `Finished` or `Failed`
         self.handed_over: list[int] = []
         self.num_messages = 0
         self._changed = asyncio.Event()
@@ -220,7 +223,7 @@ class Gateway:
     async def cancel(self, sequence_id: int) -> None:
         await self.call.write(pb.GenerateCommand(cancel=pb.Cancel(sequence_id=sequence_id)))
 
-    async def end(self, sequence_id: int) -> pb.Finished | pb.Failed:
+    async def end(self, sequence_id: int) -> Any:
         await self.until(lambda: sequence_id in self.ends)
         return self.ends[sequence_id]
 

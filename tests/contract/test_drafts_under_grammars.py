@@ -4,6 +4,7 @@ The model is random, so its tokens are right only if each mask is exactly that o
 """
 
 import json
+from typing import Any
 
 import jsonschema
 import pytest
@@ -37,7 +38,7 @@ def model(tmp_path_factory):
     return write_text_model_directory(tmp_path_factory.mktemp("model"))
 
 
-async def answers(model, known: dict[int, list[int]] | None, share: float) -> tuple[dict, Decoder]:
+async def answers(model, known: dict[int, list[int]] | None, share: float) -> tuple[dict, Any]:
     """Tokens of all forms, four times. With `known` answers, drafts are made from them."""
     async with Decoder(
         model_directory=model, num_blocks=900, max_model_len=512, max_num_sequences=64,

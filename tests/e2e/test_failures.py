@@ -7,7 +7,7 @@ import signal
 import socket
 import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 
 import openai
@@ -118,6 +118,7 @@ def test_an_encoder_that_dies_costs_a_retry(cluster: Cluster) -> None:
     expected = {seed: cluster.ask(QUESTION, png(seed)) for seed in range(40, 52)}
     encoder = encodes.busiest()
     encoder.freeze()  # requests that choose it hang inside it
+    asked: dict[int, Future[str]] = {}
     with ThreadPoolExecutor(len(expected)) as pool:
         for salt in itertools.count():  # no cache has it; of 4,000 one has all images elsewhere
             new = {"cache_salt": f"new {salt}"}

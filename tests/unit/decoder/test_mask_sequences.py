@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ class Process:
         os.close(descriptor)
         self.memory = memory or FakeMemory()
         self.grammars = Grammars(tmp_path, vocab_size(), (END,), self.rows.marks, self.memory)
-        self.inbox = Inbox()
+        self.inbox: Any = Inbox()
         self.failures = self.inbox.failures
         self.masks = SequenceMasks(
             self.grammars, self.rows, 3, self.inbox, self.inbox, MaskTimes([]), 0.05

@@ -130,6 +130,7 @@ async def test_before_all_are_ready_nothing_is_waited_for(tmp_path: Path) -> Non
 
     async def seconds() -> float:
         lines: list[str] = []
+        failed_at = 0.0
         specs = [
             child("decoder-0", _STUBBORN, tmp_path), child("encoder-0", "exit(2)", tmp_path)
         ]  # fmt: skip
