@@ -255,7 +255,8 @@ class FakeDecoder(_FakeServer):
         leave_after: after as many, say that another decoder should continue it.
         adapters: loaded adapters by name.
         refuses_adapters: error with which it refuses to load one; empty: it loads all.
-        vector_of: what a decoder of a model for search makes of a prompt's token ids.
+        vector_of: what a decoder of a model for search makes of a prompt's token ids: a vector, or
+            one for each token.
         predicted: numbers of accepted and rejected tokens of the prediction, with each event.
         submits: all that came; `running` are those not ended; `cancelled` were by the gateway.
     """
@@ -398,7 +399,8 @@ class FakeDecoder(_FakeServer):
                 )
                 if (vector_of := self.vector_of) is not None:
                     found = vector_of(np.frombuffer(submit.prompt_token_ids, "<i4"))
-                    event.vector = found.astype("<f4").tobytes()
+                    last = found if found.ndim == 1 else found[-1]
+                    event.vector = last.astype("<f4").tobytes()
                 if start == begin:
                     event.started.CopyFrom(
                         decoder_pb2.Started(
@@ -428,10 +430,11 @@ class FakeDecoder(_FakeServer):
             if not len(places):
                 continue
             top = ids[places][:, None] + np.arange(most, dtype="<i4")
+            values = -top / 1000 if self.vector_of is None else self.vector_of(ids)[places - 1]
             part = decoder_pb2.PromptLogprobs(
                 start=int(places[0]), logprobs=(-places).astype("<f4").tobytes(),
                 ranks=np.full(len(places), 3, "<i4").tobytes(),
-                top_token_ids=top.tobytes(), top_logprobs=(-top / 1000).astype("<f4").tobytes(),
+                top_token_ids=top.tobytes(), top_logprobs=values.astype("<f4").tobytes(),
             )  # fmt: skip
             sequence_id = submit.sequence_id
             await events.put(

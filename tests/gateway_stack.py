@@ -62,6 +62,7 @@ class GatewayStack:
 
     Args:
         files: content of files of the model's directory that differ from the tiny model's, by name.
+        decoder_task: task of the decoders. Defaults to the setting of the gateway.
         memory_bytes: memory of the gateway's pod. Defaults to the machine's.
         encode_timeout_s: seconds after which a slow encoder is replaced.
     """
@@ -76,6 +77,7 @@ class GatewayStack:
         generation: dict[str, Any] | None = None,
         text_only: bool = False,
         files: Mapping[str, str] | None = None,
+        decoder_task: str = "",
         timeouts: ConnectionTimeouts | None = None,
         memory_bytes: int | None = None,
         encode_timeout_s: float = PATIENCE_S,
@@ -94,8 +96,8 @@ class GatewayStack:
         self.tokenizer = ModelTokenizer.from_directory(self.model_directory)
         self.encoders = [FakeEncoder() for _ in range(num_encoders)]
         features: dict[str, Any] = {"num_features": 0} if text_only else {}
-        if "task" in settings:
-            features["task"] = settings["task"]
+        if task := settings.get("task", decoder_task):
+            features["task"] = task
         self.decoders = [
             FakeDecoder(vocab_size=vocab_size(), **features) for _ in range(num_decoders)
         ]

@@ -1,8 +1,8 @@
 """What the model cards of Qwen's models for search make of their inputs, with transformers.
 
 `Card` follows the reference code of the cards of Qwen3-Embedding, Qwen3-VL-Embedding,
-Qwen3-Reranker and Qwen3-VL-Reranker: prompts, truncation, pooling and scores. Images and videos are
-parts of the chat template's own kind.
+Qwen3-Reranker, Qwen3-VL-Reranker and TomoroAI's ColQwen3: prompts, truncation, pooling and scores.
+Images and videos are parts of the chat template's own kind.
 """
 
 import unicodedata
@@ -101,6 +101,17 @@ class Card:
         turn = "<|im_end|>\n<|im_start|>assistant\n"
         last = len(self.tokenizer.encode(turn, add_special_tokens=False))
         return [*self._truncated(ids[:-last], max_length - last), *ids[-last:]]
+
+    def late_text(self, text: str, max_length: int | None = None) -> list[int]:
+        """Ids of TomoroAI's ColQwen3 for a text: `ColQwen3Processor.process_texts`."""
+        ids = self._encode(text.strip() + "<|endoftext|>" * 10)
+        return ids if max_length is None else [*ids[: max_length - 10], *ids[-10:]]
+
+    def late_image(self, text: str = "") -> list[int]:
+        """Ids for an image and perhaps a text, with one placeholder: its `__call__`."""
+        prefix = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image."
+        suffix, text = "<|im_end|><|endoftext|>", text.strip()
+        return self._encode(f"{prefix} {text}{suffix}" if text else prefix + suffix)
 
     def _truncated(self, ids: list[int], max_length: int) -> list[int]:
         """As the card of the reranker: special tokens stay."""

@@ -1,7 +1,9 @@
 """The files that make a tiny checkpoint a model for search, as Qwen's have them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.tiny_tokenizer import added_ids, tokenizer_json
 
@@ -34,7 +36,7 @@ SCORE_FILES = {
 RERANKER_CARD = "---\nlicense: apache-2.0\npipeline_tag: text-ranking\n---\n# Qwen3-Reranker\n"
 
 
-def write_files(directory: Path, files: dict[str, object]) -> Path:
+def write_files(directory: Path, files: Mapping[str, object]) -> Path:
     """Writes JSON files; a string is written as it is."""
     for name, content in files.items():
         path = directory / name
@@ -91,3 +93,9 @@ def answering_tokenizer() -> str:
         assert word in vocab
     model["merges"] = [list(merge) for merge in merges]
     return json.dumps(definition, ensure_ascii=False)
+
+
+def late_config(config: dict[str, Any], dimensions: int) -> dict[str, Any]:
+    """Returns the config.json of a ColQwen3 whose base is a Qwen3-VL."""
+    return {**config, "architectures": ["ColQwen3"], "model_type": "colqwen3",
+            "embed_dim": dimensions, "padding_side": "left"}  # fmt: skip

@@ -6,15 +6,18 @@ As a program it writes a checkpoint: `python -m tests.tiny_search_models KIND DI
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3Config
 
 from services.common.families import read_spec
+from tests.late_interaction import Late
 from tests.parity.oracle import Oracle, fill
 from tests.parity.text_oracle import make_text_oracle
-from tests.search_checkpoints import make_embedder, make_reranker
+from tests.search_checkpoints import EMBED_FILES, make_embedder, make_reranker
 from tests.tiny_tokenizer import (
     TEXT_CONFIG,
+    tokenizer_json,
     vocab_size,
     write_conversation_files,
     write_model_directory,
@@ -51,8 +54,9 @@ def text_reranker(directory: Path) -> Oracle:
 
 
 def _text(directory: Path) -> Oracle:
+    sizes: dict[str, Any] = {**TEXT_CONFIG}
     config = Qwen3Config(
-        **TEXT_CONFIG, vocab_size=vocab_size(), tie_word_embeddings=False, bos_token_id=None,
+        **sizes, vocab_size=vocab_size(), tie_word_embeddings=False, bos_token_id=None,
         eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     oracle = make_text_oracle(config, directory / "model")
@@ -60,7 +64,19 @@ def _text(directory: Path) -> Oracle:
     return oracle
 
 
-KINDS = {each.__name__: each for each in (vision_embedder, text_embedder, text_reranker)}
+def late_interaction(directory: Path) -> Late:
+    """ColQwen3 in the form of TomoroAI's checkpoints."""
+    oracle = vision_embedder(directory)
+    for name in EMBED_FILES:
+        (oracle.directory / name).unlink()
+    (oracle.directory / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    return Late(oracle)
+
+
+KINDS = {
+    each.__name__: each
+    for each in (vision_embedder, text_embedder, text_reranker, late_interaction)
+}
 
 if __name__ == "__main__":
     KINDS[sys.argv[1]](Path(sys.argv[2]))

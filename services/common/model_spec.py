@@ -390,7 +390,7 @@ class ConversationSpec:
     thinks: bool = False
 
 
-Task = Literal["generate", "embed", "rank"]
+Task = Literal["generate", "embed", "rank", "token_embed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,17 +399,19 @@ class SearchSpec:
 
     Attributes:
         task: `embed` if the model computes the vector of an input, `rank` if it computes how well a
-            document answers a query.
+            document answers a query, `token_embed` if it computes a vector of each token.
         true_token_id, false_token_id: tokens whose logits a reranker compares, "yes" and "no" of
-            Qwen's. Both are 0 if the task is `embed`.
+            Qwen's. Both are 0 with the other tasks.
         default_prompt: prompt of config_sentence_transformers.json for inputs without an
             instruction. Empty if the file names none.
+        dimensions: length of a token's vector. 0 unless the task is `token_embed`.
     """
 
-    task: Literal["embed", "rank"]
+    task: Literal["embed", "rank", "token_embed"]
     true_token_id: int = 0
     false_token_id: int = 0
     default_prompt: str = ""
+    dimensions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,8 +55,8 @@ class Stack:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def hidden(self, ids: list[int], *images: bytes) -> "Any":
-        """The card's hidden states of a prompt with one placeholder per image."""
+    def inputs(self, ids: list[int], *images: bytes) -> dict[str, "Any"]:
+        """Inputs of transformers' model for a prompt with one placeholder per image."""
         import torch
 
         placeholder, inputs = added_ids()["<|image_pad|>"], {}
@@ -68,16 +68,14 @@ class Stack:
         tokens = torch.tensor([ids])
         if images:
             inputs["mm_token_type_ids"] = (tokens == placeholder).int()
-        with torch.no_grad():
-            found = self.oracle.model.model(
-                input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs
-            )
-        return found.last_hidden_state[0, -1]
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **inputs}
 
     def vector(self, ids: list[int], *images: bytes) -> np.ndarray:
         import torch
 
-        hidden = self.hidden(ids, *images)
+        with torch.no_grad():
+            found = self.oracle.model.model(**self.inputs(ids, *images))
+        hidden = found.last_hidden_state[0, -1]
         return torch.nn.functional.normalize(hidden, dim=0).numpy()
 
     def _pixels(self, images: tuple[bytes, ...]) -> "tuple[Any, Any]":
@@ -85,7 +83,10 @@ class Stack:
 
         vision = self.oracle.spec.vision_part
         processor = Qwen2VLImageProcessor(
-            size={"shortest_edge": 4096, "longest_edge": vision.geometry.max_pixels},
+            size={
+                "shortest_edge": vision.geometry.min_pixels,
+                "longest_edge": vision.geometry.max_pixels,
+            },
             patch_size=16, merge_size=2, temporal_patch_size=2, image_mean=[0.5] * 3,
             image_std=[0.5] * 3,
         )  # fmt: skip
@@ -157,6 +158,37 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack = started(text_reranker(directory), directory, images=False)
     yield stack
     stopped(stack)
+
+
+def test_vectors_of_tokens_and_their_scores(tmp_path: Path) -> None:
+    """ColQwen3: texts, images of odd sizes, and both together."""
+    from tests.late_interaction import max_sim
+    from tests.tiny_search_models import late_interaction
+
+    late = late_interaction(tmp_path)
+    stack = started(late.oracle, tmp_path, images=True)
+    try:
+        data, card = picture(*SIZES["odd"]), stack.card
+        texts = ["a red circle", "The quick brown fox. " * 30]
+        inputs = [*texts, {"image": data_url(data)}, {"image": data_url(data), "text": "left?"}]
+        prompts = [
+            *((card.late_text(text), ()) for text in texts),
+            (card.late_image(), (data,)),
+            (card.late_image("left?"), (data,)),
+        ]
+        expected = [late.vectors(**stack.inputs(ids, *images)) for ids, images in prompts]
+        found = stack.post("/pooling", input=inputs, task="token_embed")["data"]
+        for entry, vectors in zip(found, expected, strict=True):
+            error = float(np.abs(np.array(entry["data"]) - vectors.numpy()).max())
+            print(f"{len(entry['data'])} vectors: {error:.1e}")
+            assert error < TOLERANCE
+        scores = stack.post("/v1/score", queries=texts[0], documents=inputs[1:])["data"]
+        # A sum of some 15 products.
+        assert [each["score"] for each in scores] == pytest.approx(
+            [max_sim(expected[0], each) for each in expected[1:]], abs=20 * TOLERANCE
+        )
+    finally:
+        stopped(stack)
 
 
 def test_vectors_of_texts_by_openais_client(embedder: Stack) -> None:

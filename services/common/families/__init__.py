@@ -14,6 +14,7 @@ from services.common.families.task import with_task
 from services.common.model_spec import ModelSpec, ModelSpecError, UnsupportedOption, read_json
 
 FAMILIES = {
+    "ColQwen3": "services.common.families.colqwen3",
     "LlamaForCausalLM": "services.common.families.llama",
     "MistralForCausalLM": "services.common.families.mistral",
     "PaddleOCRVLForConditionalGeneration": "services.common.families.paddleocr_vl",
@@ -48,11 +49,8 @@ def read_spec(directory: Path | str, task: str = "") -> ModelSpec:
     # a PermissionError, which this function does not promise.
     if not os.path.exists(directory / "config.json"):
         is_adapter = os.path.exists(directory / "adapter_config.json")
-        why = (
-            "is an adapter: serve its model with --merge-adapter"
-            if is_adapter
-            else "has no config.json"
-        )
+        adapter = "is an adapter: serve its model with --merge-adapter"
+        why = adapter if is_adapter else "has no config.json"
         raise ModelSpecError(f"no model at {directory}: it {why}")
     config = read_json(directory / "config.json")
     named = config.get("architectures") or ["(none)"]

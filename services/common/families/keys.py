@@ -31,7 +31,7 @@ READ: dict[str, frozenset[str]] = {
     "config.json": _words(
         """
         architectures attention_bias attn_output_gate compression_config
-        decoder_sparse_step eos_token_id full_attention_interval head_dim hidden_act
+        decoder_sparse_step embed_dim eos_token_id full_attention_interval head_dim hidden_act
         hidden_size image_token_id intermediate_size language_model_only layer_scale
         layer_types
         linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
@@ -84,7 +84,9 @@ READ: dict[str, frozenset[str]] = {
     | _words("max_pixels min_pixels"),
     "video_preprocessor_config.json": frozenset(video_processor.DEFAULTS)
     | frozenset(clip_processor.DEFAULTS),
-    "processor_config.json": frozenset(("image_processor", "video_processor")),
+    "processor_config.json": _words(
+        "image_processor query_prefix video_processor visual_prompt_prefix visual_prompt_suffix"
+    ),
 }
 
 _REASONS: dict[str, dict[str, str]] = {
@@ -101,6 +103,7 @@ _REASONS: dict[str, dict[str, str]] = {
         "`--dtype` sets the data type": "dtype torch_dtype",
         "the chat template writes these tokens, and nothing is padded": """bos_token_id pad_token_id
                 vision_token_id""",
+        "nothing is padded": "padding_side",
         "the architecture decides whether M-RoPE is interleaved": "mrope_interleaved",
         _SPECULATION: "mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers",
     },
@@ -169,7 +172,10 @@ _REASONS: dict[str, dict[str, str]] = {
         _RETURNED: """data_format device input_data_format return_metadata return_tensors
                 video_metadata""",
     },
-    "processor_config.json": {_NAMES: "auto_map processor_class"},
+    "processor_config.json": {
+        _NAMES: "auto_map processor_class",
+        "clips are not served": "video_prompt_prefix video_prompt_suffix",
+    },
 }
 WITHOUT_EFFECT: dict[str, dict[str, str]] = {
     file: {key: reason for reason, keys in reasons.items() for key in keys.split()}

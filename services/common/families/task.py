@@ -1,11 +1,13 @@
 """Reads the task of a checkpoint: generating text, or the vectors and scores of search.
 
+The architecture `ColQwen3` has one task, a vector of each token (`token_embed`).
+
 The files of sentence-transformers say what a checkpoint is for. `modules.json` lists the modules
 behind the language model: a pooling (`1_Pooling/config.json`) makes vectors, and a `LogitScore`
 makes scores. Qwen's own rerankers have no such file; the front matter of their model card
 (README.md) has `pipeline_tag: text-ranking`. Where the files say nothing, `--task` decides.
 
-The architecture alone says nothing, because Qwen's models for search are checkpoints of
+Any other architecture alone says nothing, because Qwen's models for search are checkpoints of
 `Qwen3ForCausalLM` or `Qwen3VLForConditionalGeneration`, as its chat models are. A module or a
 pooling that is not implemented is refused by its name.
 """
@@ -37,6 +39,10 @@ _HEADLESS = ("Qwen3Model",)
 # of Qwen3-VL-Embedding and Qwen3-VL-Reranker. The processors' files are those of the chat models.
 _PIXELS = {"embed": (4 * 32 * 32, 1800 * 32 * 32), "rank": (4 * 32 * 32, 1280 * 32 * 32)}
 _FRAMES_PER_SECOND, _MAX_FRAMES = 1.0, 64
+# The architecture whose models make a vector of each token, and no other task; and in its
+# processor's code, the most pixels of an image, and the length of a vector.
+_LATE = "ColQwen3"
+_LATE_PIXELS, _LATE_DIMENSIONS = 1280 * 32 * 32, 320
 _CARD_TAG = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?pipeline_tag:\s*text-ranking\s*\n")
 _CARD_BYTES = 16 << 10
 _FOUND = Literal["", "embed", "rank"]
@@ -56,6 +62,8 @@ def with_task(spec: ModelSpec, config: Mapping[str, Any], wanted: str) -> ModelS
             than the user.
     """
     directory = spec.directory
+    if spec.architecture == _LATE:
+        return _with_vectors_of_tokens(spec, config, wanted)
     stated, score = _task_of_modules(directory)
     wanted = "" if wanted == "auto" else wanted
     if stated and wanted and stated != wanted:
@@ -79,9 +87,7 @@ def with_task(spec: ModelSpec, config: Mapping[str, Any], wanted: str) -> ModelS
         raise UnsupportedOption(
             f"the task {task!r} is not supported for {spec.architecture}; supported: {served}"
         )
-    for name, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if config.get(name) not in (None, causal):
-            raise UnsupportedOption(f"{name} {config[name]!r} is not supported")
+    _check_causal(config)
     if spec.vision is not None:
         spec = replace(spec, vision=_as_on_the_card(spec.vision, task))
     search = SearchSpec(
@@ -94,6 +100,31 @@ def with_task(spec: ModelSpec, config: Mapping[str, Any], wanted: str) -> ModelS
     names = spec.checkpoint
     names = replace(names, ignored=(*names.ignored, r"lm_head\."))
     return replace(spec, search=search, checkpoint=names)
+
+
+def _check_causal(config: Mapping[str, Any]) -> None:
+    for name, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if config.get(name) not in (None, causal):
+            raise UnsupportedOption(f"{name} {config[name]!r} is not supported")
+
+
+def _with_vectors_of_tokens(spec: ModelSpec, config: Mapping[str, Any], wanted: str) -> ModelSpec:
+    """Returns the spec of a model for late interaction. Clips are not served."""
+    if wanted not in ("", "auto"):
+        raise UnsupportedOption(
+            f"the task {wanted!r} is not supported for {_LATE}, whose task is token_embed"
+        )
+    _check_causal(config)
+    dimensions = config.get("embed_dim", _LATE_DIMENSIONS)
+    if not isinstance(dimensions, int) or not 0 < dimensions <= spec.text.hidden_size:
+        raise UnsupportedOption(f"embed_dim {dimensions!r} is not supported")
+    assert spec.vision is not None
+    geometry = replace(spec.vision.geometry, max_pixels=_LATE_PIXELS)
+    return replace(
+        spec,
+        vision=replace(spec.vision, geometry=geometry, video=None),
+        search=SearchSpec(task="token_embed", dimensions=dimensions),
+    )
 
 
 def _as_on_the_card(vision: VisionSpec, task: str) -> VisionSpec:

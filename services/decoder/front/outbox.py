@@ -83,7 +83,9 @@ class Outbox:
             top_token_ids=found.top_token_ids,
             top_logprobs=found.top_logprobs,
         )
-        self._queued_bytes += 2 * (len(found.logprobs) + len(found.top_token_ids))
+        # Of a model for search, the last are vectors of tokens.
+        self._queued_bytes += 2 * len(found.logprobs) + len(found.top_token_ids)
+        self._queued_bytes += len(found.top_logprobs)
 
     def add_vector(self, sequence_id: int, vector: bytes) -> None:
         """Adds the result of a sequence of a model for search, with which the sequence ends."""

@@ -7,6 +7,7 @@ not reach code where an error would end all sequences of the batch.
 import math
 
 import numpy as np
+from msgspec.structs import replace
 
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.errors import ContextLengthExceeded, InvalidRequest
@@ -71,7 +72,8 @@ def read_submit(
     _check_generated(submit, sampling, engine)
     count_packed_ids("prediction", submit.prediction, engine)
     sampling, constraints = read_constraints(submit, sampling, engine, end_ids)
-    if engine.task != "generate" and (sampling != _POOLING or constraints is not None):
+    pooling = replace(_POOLING, prompt_logprobs=0 if engine.task == "token_embed" else None)
+    if engine.task != "generate" and (sampling != pooling or constraints is not None):
         raise InvalidRequest(
             f"{engine.model_name} generates no text: a sequence has max_tokens 1 and no other "
             "sampling parameter"

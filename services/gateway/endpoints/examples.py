@@ -55,6 +55,7 @@ BODIES: dict[str, dict[str, dict[str, Any]]] = {
         "text": {"model": MODEL, "input": ["A red square.", "A blue circle."]},
         "image": {"model": MODEL, "input": [{"text": "A square.", "image": _IMAGE_URL}]},
     },
+    "/pooling": {"text": {"model": MODEL, "input": ["A red square."], "task": "token_embed"}},
     "/v1/rerank": {"text": _RANK},
     "/v2/rerank": {"text": _RANK},
     "/v1/score": {

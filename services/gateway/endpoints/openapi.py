@@ -96,6 +96,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "createEmbeddings", "Vectors of texts, images and clips", search.EmbeddingRequest,
         search.EmbeddingList,
     ),
+    ("POST", "/pooling"): Operation(
+        "createTokenVectors", "Vectors of all tokens of texts and images", search.PoolingRequest,
+        search.TokenVectorsList,
+    ),
     ("POST", "/v1/rerank"): Operation(
         "rerank", "Documents in the order of their relevance", search.RerankRequest, search.Ranking
     ),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 _INSTRUCTION = "Task of the search, in a sentence. Defaults to the model's own."
 _CUT = "Most tokens of a prompt; a longer one is cut on the right. -1 is the context. Defaults to refusing prompts beyond the context."
+_SCORE = "Probability that the document answers the query. With vectors of tokens: the sum over the query's tokens of the largest product with a token of the document."
 _WAS_CUT = "True if the prompt was cut to `truncate_prompt_tokens`. Absent otherwise."
 _ANSWERING = "Name of the model that answered."
 _QUERIES = "A query for all documents, or one for each: texts, or objects with images and clips."
@@ -20,6 +21,26 @@ SEARCH: Mapping[str, Mapping[str, str]] = {
         "messages": "One input: a user message, after a system message with the instruction if any. In place of `input`.",
         "dimensions": "Length of the vectors, which are cut and then normalized. Defaults to the model's.",
         "encoding_format": "`float`, or `base64` of float32 in little-endian order. Defaults to `float`.",
+    },
+    "PoolingRequest": {
+        **_REQUEST,
+        "task": "`token_embed`, the only task.",
+        "input": "A text, token ids, an object with a text and an image, or a list of up to 2,048 of these.",
+        "messages": "One input: a user message. In place of `input`.",
+        "dimensions": "Refused: the vectors of tokens have one length.",
+        "encoding_format": "`float`, or `base64` of the float32 of all vectors in little-endian order. Defaults to `float`.",
+    },
+    "TokenVectors": {
+        "index": "Index of the input.",
+        "data": "The vectors of the input's tokens, each of length 1: lists of numbers, or base64.",
+        "truncated": _WAS_CUT,
+    },
+    "TokenVectorsList": {
+        "id": "Id of the answer.",
+        "created": "Unix time of the answer, in seconds.",
+        "model": _ANSWERING,
+        "data": "The vectors, in the order of the inputs.",
+        "usage": "Numbers of tokens.",
     },
     "SearchItem": {
         "text": "Text of the input, behind its images and clips.",
@@ -65,7 +86,7 @@ SEARCH: Mapping[str, Mapping[str, str]] = {
     },
     "RankedDocument": {
         "index": "Index of the document in the request.",
-        "relevance_score": "Probability that the document answers the query.",
+        "relevance_score": _SCORE,
         "document": "The document's text, if the request asks for it.",
         "truncated": _WAS_CUT,
     },
@@ -78,7 +99,7 @@ SEARCH: Mapping[str, Mapping[str, str]] = {
     },
     "Score": {
         "index": "Index of the pair.",
-        "score": "Probability that the document answers the query.",
+        "score": _SCORE,
         "truncated": _WAS_CUT,
     },
     "ScoreList": {

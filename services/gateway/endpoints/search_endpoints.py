@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/rerank, /v2/rerank and /v1/score: the handlers of search.
+"""POST /v1/embeddings, /pooling, /v1/rerank, /v2/rerank and /v1/score: the handlers of search.
 
 All prompts of a request are tokenized first, so that a wrong one is refused before any work. They
 then run at the same time, up to a limit. A failure of one prompt ends the request with its error.
@@ -25,6 +25,7 @@ from services.gateway.forms.search import (
     EmbeddingList,
     EmbeddingRequest,
     Input,
+    PairFields,
     RankedDocument,
     Ranking,
     Score,
@@ -32,8 +33,11 @@ from services.gateway.forms.search import (
     SearchFields,
     SearchItem,
     SearchUsage,
+    TokenVectors,
+    TokenVectorsList,
     is_image,
     parse_embedding_request,
+    parse_pooling_request,
     parse_rerank_request,
     parse_score_request,
     text_of,
@@ -46,12 +50,15 @@ from services.gateway.tenancy.quota import SEQUENCES
 # Most prompts of a request that run at a time.
 _MAX_RUNNING = 128
 # Bytes that a number of a vector takes: as float32, and twice in the answer, as JSON or base64.
-_JSON_BYTES, _BASE64_BYTES = 52, 16
+_JSON_BYTES, _BASE64_BYTES, _FLOAT_BYTES = 52, 16, 8
+_MAX_SIM_ROWS = 64
 _NAMED = ("video", "image", "text")  # fields of a `SearchItem`, in the order of its parts
+_SCORING = ("rank", "token_embed")
 _REMEDIES: Mapping[Task, str] = {
     "generate": "it generates text: POST /v1/chat/completions",
     "embed": "it makes the vectors of a search: POST /v1/embeddings",
     "rank": "it ranks documents: POST /v1/rerank or /v1/score",
+    "token_embed": "it makes a vector of each token: POST /pooling, /v1/rerank or /v1/score",
 }
 
 
@@ -91,12 +98,14 @@ class _Runs:
         context: the request.
         request: the parsed body.
         truncated: indices of the prompts that were cut.
+        bytes_per_token: memory that a token of a prompt takes until the answer is written.
     """
 
     search: SearchService
     context: RequestContext
     request: SearchFields
     truncated: set[int] = field(default_factory=set[int])
+    bytes_per_token: int = 0
     _charging: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def results(self, prompts: Sequence[_Prompt]) -> list[FloatArray]:
@@ -129,6 +138,7 @@ class _Runs:
                 async with self._charging:
                     num_sequences = int(num_counted < limit)
                     num_tokens = len(completion.prompt.token_ids)
+                    self.context.slot.memory.add(num_tokens * self.bytes_per_token)
                     await self.context.slot.usage.charge(num_tokens, num_sequences, num_pixels)
                     num_counted += num_sequences
                     self.context.completions.append(completion)
@@ -193,6 +203,38 @@ async def embeddings(search: SearchService, context: RequestContext, body: Body)
     await context.exchange.write_json(answer)
 
 
+async def pooling(search: SearchService, context: RequestContext, body: Body) -> None:
+    """Answers a request for the vectors of all tokens of inputs, as vLLM does.
+
+    Raises:
+        TriptychError: the request is invalid, or it cannot be served.
+    """
+    if search.task != "token_embed":
+        await wrong_task(search.task, context, body)
+    request = await context.parse(parse_pooling_request, body)
+    context.service.check_model(request.model)
+    with context.timings.measure("tokenize"):
+        prompts = await _embedding_prompts(search, request)
+    as_text = request.encoding_format == "base64"
+    bytes_per_token = search.num_values * (_BASE64_BYTES if as_text else _JSON_BYTES)
+    runs = _Runs(search, context, request, bytes_per_token=bytes_per_token)
+    data: list[TokenVectors] = []
+    for index, vectors in enumerate(await runs.results(prompts)):
+        shown: Any
+        if as_text:
+            shown = base64.b64encode(vectors.tobytes()).decode()
+        else:
+            rows: list[Any] = []
+            for vector in vectors:
+                rows.append(Raw(encode_json(vector.tolist())))
+                await asyncio.sleep(0)  # Other requests have a turn.
+            shown = rows
+        data.append(TokenVectors(index, shown, truncated=runs.was_cut(index)))
+    name = context.service.name_in_answer(request.model)
+    answer = TokenVectorsList(f"pool-{context.answer_id}", now(), name, data, runs.usage())
+    await context.exchange.write_json(answer)
+
+
 async def rerank(version: str, search: SearchService, context: RequestContext, body: Body) -> None:
     """Answers a request to rank documents. Cohere's version 2 returns no documents by default.
 
@@ -202,7 +244,7 @@ async def rerank(version: str, search: SearchService, context: RequestContext, b
     Raises:
         TriptychError: the request is invalid, or it cannot be served.
     """
-    if search.task != "rank":
+    if search.task not in _SCORING:
         await wrong_task(search.task, context, body)
     request = await context.parse(parse_rerank_request, body)
     pairs = [(request.query, document) for document in request.documents]
@@ -234,7 +276,7 @@ async def score(search: SearchService, context: RequestContext, body: Body) -> N
     Raises:
         TriptychError: the request is invalid, or it cannot be served.
     """
-    if search.task != "rank":
+    if search.task not in _SCORING:
         await wrong_task(search.task, context, body)
     request = await context.parse(parse_score_request, body)
     (left, firsts), (right, seconds) = request.sides()
@@ -285,14 +327,18 @@ async def _embedding_prompts(search: SearchService, request: EmbeddingRequest) -
 async def _scores(
     runs: _Runs, pairs: Sequence[tuple[Input, Input]], places: Sequence[tuple[str, str]]
 ) -> list[float]:
-    """Returns the probability of "yes" for each pair of a query and a document.
+    """Returns the probability of "yes" for each pair of a query and a document, or the MaxSim of
+    the vectors of their tokens.
 
     Args:
         pairs: queries and documents.
         places: the client's fields of each pair.
     """
     runs.context.service.check_model(runs.request.model)
+    if runs.search.task == "token_embed":
+        return await _max_sims(runs, pairs, places)
     prompts: list[_Prompt] = []
+    most = _max_document_tokens(runs.request)
     with runs.context.timings.measure("tokenize"):
         for pair, (left, right) in zip(pairs, places, strict=True):
             query, paths = _content(pair[0], 0, left)
@@ -306,9 +352,46 @@ async def _scores(
                     )
             chat = runs.request.chat(query, document)
             instruction = runs.request.instruction
-            prompts.append(await _prompt(runs.search, runs.request, chat, instruction, paths))
+            prompt = await _prompt(runs.search, runs.request, chat, instruction, paths, most)
+            prompts.append(prompt)
             await asyncio.sleep(0)  # Other requests have a turn.
     return [_sigmoid(float(result[0])) for result in await runs.results(prompts)]
+
+
+async def _max_sims(
+    runs: _Runs, pairs: Sequence[tuple[Input, Input]], places: Sequence[tuple[str, str]]
+) -> list[float]:
+    """Returns the MaxSim of each pair: the sum over the query's tokens of the largest product with
+    a token of the document. The vectors of a query that several pairs have are computed once.
+
+    Args: see `_scores`.
+    """
+    most, number = _max_document_tokens(runs.request), dict[str, int]()
+    prompts: list[_Prompt] = []
+    with runs.context.timings.measure("tokenize"):
+        for pair, place in zip(pairs, places, strict=True):
+            for item, path, cut in zip(pair, place, (None, most), strict=True):
+                if path in number:
+                    continue
+                number[path] = len(prompts)
+                content, paths = _content(item, 0, path)
+                own = item.instruction if isinstance(item, SearchItem) else None
+                instruction = runs.request.instruction if own is None else own
+                chat = runs.request.chat(content)
+                made = await _prompt(runs.search, runs.request, chat, instruction, paths, cut)
+                prompts.append(made)
+                await asyncio.sleep(0)  # Other requests have a turn.
+    runs.bytes_per_token = runs.search.num_values * _FLOAT_BYTES
+    vectors = await runs.results(prompts)
+    threads = runs.context.service.drafts.threads
+    scores: list[float] = []
+    cut_prompts, runs.truncated = runs.truncated, set()
+    for index, (left, right) in enumerate(places):
+        query, document = number[left], number[right]
+        scores.append(await threads.run(_max_sim, vectors[query], vectors[document]))
+        if not cut_prompts.isdisjoint((query, document)):
+            runs.truncated.add(index)
+    return scores
 
 
 async def _prompt(
@@ -317,9 +400,10 @@ async def _prompt(
     chat: ChatRequest,
     instruction: str | None,
     paths: Mapping[str, str],
+    max_document_tokens: int | None = None,
 ) -> _Prompt:
     try:
-        draft = await search.draft(request, chat, instruction)
+        draft = await search.draft(request, chat, instruction, max_document_tokens)
     except TriptychError as error:
         if error.param is not None:
             error.param = renamed(error.param, paths)
@@ -346,6 +430,18 @@ def _content(given: Input, message: int, path: str) -> tuple[str | list[Part], d
         for index, name in enumerate(named):
             paths[f"{own}.content[{index}]"] = f"{path}.{name}"
     return content, paths
+
+
+def _max_document_tokens(request: SearchFields) -> int | None:
+    return (request.max_tokens_per_doc or None) if isinstance(request, PairFields) else None
+
+
+def _max_sim(query: FloatArray, document: FloatArray) -> float:
+    """Returns the MaxSim of vectors `[q, n]` and `[d, n]`, in float32 as in the card's code."""
+    total = np.float32(0)
+    for start in range(0, len(query), _MAX_SIM_ROWS):  # bounds the memory of the products
+        total += (query[start : start + _MAX_SIM_ROWS] @ document.T).max(1).sum()
+    return float(total)
 
 
 def _text(given: Input) -> str | None:

@@ -27,7 +27,13 @@ from services.gateway.endpoints.operations import Operations
 from services.gateway.endpoints.pages import page_routes
 from services.gateway.endpoints.request_context import RequestContext
 from services.gateway.endpoints.responses_endpoint import responses
-from services.gateway.endpoints.search_endpoints import embeddings, rerank, score, wrong_task
+from services.gateway.endpoints.search_endpoints import (
+    embeddings,
+    pooling,
+    rerank,
+    score,
+    wrong_task,
+)
 from services.gateway.endpoints.stored_responses import StoredResponses
 from services.gateway.endpoints.text_completions_endpoint import text_completions
 from services.gateway.endpoints.tokenization import (
@@ -97,6 +103,7 @@ def create_routes(
         Route("/v1/responses", generation(partial(responses, answers)), methods=["POST"]),
         Route("/v1/messages", generation(messages), methods=["POST"]),
         Route("/v1/embeddings", searching(embeddings), methods=["POST"]),
+        Route("/pooling", searching(pooling), methods=["POST"]),
         Route("/v1/rerank", searching(partial(rerank, "1")), methods=["POST"]),
         Route("/v2/rerank", searching(partial(rerank, "2")), methods=["POST"]),
         Route("/v1/score", searching(score), methods=["POST"]),

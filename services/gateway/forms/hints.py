@@ -38,7 +38,7 @@ def _all(names: str) -> dict[str, Values]:
 
 _CHAT, _TEXT, _RESPONSES = "ChatRequest", "CompletionRequest", "ResponsesRequest"
 _MESSAGES = ("MessagesRequest", "CountTokensRequest")
-_SEARCH = ("EmbeddingRequest", "RerankRequest", "ScoreRequest")
+_SEARCH = ("EmbeddingRequest", "PoolingRequest", "RerankRequest", "ScoreRequest")
 _CHAT_PARTS = (
     "TextPart", "InputTextPart", "ImageUrlPart", "InputImagePart", "NamedImagePart",
     "VideoUrlPart", "InputVideoPart", "NamedVideoPart",

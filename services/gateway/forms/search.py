@@ -132,6 +132,12 @@ class EmbeddingRequest(SearchFields, kw_only=True):
         return cast("list[Input | list[int]]", given)
 
 
+class PoolingRequest(EmbeddingRequest, kw_only=True):
+    """POST /pooling: the vectors of all tokens of inputs."""
+
+    task: Literal["token_embed"] | None = None
+
+
 class PairFields(SearchFields, kw_only=True):
     """The fields of requests for pairs of a query and a document."""
 
@@ -234,6 +240,15 @@ def text_of(message: Message) -> str:
 
 
 parse_embedding_request = Parser(EmbeddingRequest, _check_embedding)
+
+
+def _check_pooling(request: PoolingRequest) -> None:
+    _check_embedding(request)
+    if request.dimensions is not None:
+        raise InvalidRequest("the vectors of tokens have one length", param="dimensions")
+
+
+parse_pooling_request = Parser(PoolingRequest, _check_pooling)
 parse_rerank_request = Parser(RerankRequest, _check)
 parse_score_request = Parser(ScoreRequest, _check)
 
@@ -271,8 +286,32 @@ class EmbeddingList(Struct):
     object: Literal["list"] = "list"
 
 
+class TokenVectors(Struct):
+    """The vectors of an input's tokens: a list of numbers for each, or the float32 of all of them,
+    one behind the other in little-endian order, as base64.
+
+    `truncated` is true if the input was cut to `truncate_prompt_tokens`.
+    """
+
+    index: int
+    data: list[list[float]] | str
+    object: Literal["pooling"] = "pooling"
+    truncated: bool | UnsetType = UNSET
+
+
+class TokenVectorsList(Struct):
+    """The answer of /pooling, in the order of the inputs."""
+
+    id: str
+    created: int
+    model: str
+    data: list[TokenVectors]
+    usage: SearchUsage
+    object: Literal["list"] = "list"
+
+
 class RankedDocument(Struct):
-    """A document with its score, a probability."""
+    """A document with its score: a probability, or the MaxSim of vectors of tokens."""
 
     index: int
     relevance_score: float
@@ -292,7 +331,7 @@ class Ranking(Struct):
 
 
 class Score(Struct):
-    """The score of a pair, a probability."""
+    """The score of a pair: a probability, or the MaxSim of vectors of tokens."""
 
     index: int
     score: float

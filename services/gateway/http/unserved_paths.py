@@ -23,7 +23,6 @@ _SEARCH = "vectors of a search are served at /v1/embeddings, and scores at /v1/r
 # Beginning of a path without its prefix -> why it is not served.
 _REASONS = {
     "/embed": _SEARCH,
-    "/pooling": _SEARCH,
     "/classify": "classification is not served",
     "/moderations": "moderation is not served",
     "/audio": "audio is not served; images and videos are parts of a chat message",

@@ -9,6 +9,8 @@ option decides what a vector or a score means:
   message, and the beginning of the model's turn.
 - A reranker takes a fixed system message, and a user message with instruction, query and document.
   That of a vision-language model has no line break before `<Query>:`.
+- A model with a vector for each token takes a text and ten `<|endoftext|>`, or an image and
+  "Describe the image." in a user message, with the text behind it. It has no instruction.
 
 Client text is encoded without added tokens, as everywhere in the gateway, so that a document cannot
 contain the end of its own message. Tokens that tokenizer.json adds to each text are added here,
@@ -41,6 +43,8 @@ _JUDGE = (
 _RANK_TEXT = "Given a web search query, retrieve relevant passages that answer the query"
 _RANK_VL = "Given a search query, retrieve relevant candidates that answer the query."
 _TURN_END = "<|im_end|>\n<|im_start|>assistant\n"
+_DESCRIBE = "Describe the image."
+_NUM_ENDS = 10  # tokens behind a text that has a vector for each token
 _NULL = "NULL"  # stands for an input without text, images and videos
 _NEEDED = ("<|im_start|>", "<|im_end|>", _END)
 
@@ -104,6 +108,7 @@ class SearchPrompts:
             )
         self._tokenizer, self._bounds = tokenizer, bounds
         self._takes_images = spec.vision is not None
+        self._task = spec.task
         self._ranks = spec.task == "rank"
         self._prompt = spec.search.default_prompt
         self._before, self._after = _added_around(tokenizer)
@@ -131,8 +136,8 @@ class SearchPrompts:
         Args:
             request: one user message with the input, or two with the query and the document.
             instruction: task of the search in a sentence. None for the model's own.
-            max_document_tokens: most tokens of the text of a pair's document, which is cut on the
-                right. None if it is not cut.
+            max_document_tokens: most tokens of the text of the last message, a document, which is
+                cut on the right. None if it is not cut.
 
         Raises:
             InvalidRequest: the model takes no images or videos, or too many are given.
@@ -144,14 +149,16 @@ class SearchPrompts:
         if self._ranks:
             make = self._vision_pair if self._takes_images else self._text_pair
             found = make(contents[0], contents[1], instruction)
-            if max_document_tokens is not None:
-                document = self._tokenizer.encode_text(text_of(request.messages[1]))
-                if (excess := len(document) - max_document_tokens) > 0:
-                    found = found.shortened(excess, self.placeholders)
+        elif self._task == "token_embed":
+            found = self._input_of_tokens(contents[0], instruction)
         elif self._takes_images:
             found = self._vision_input(contents[0], instruction)
         else:
             found = self._text_input(contents[0], instruction)
+        if max_document_tokens is not None:
+            document = self._tokenizer.encode_text(text_of(request.messages[-1]))
+            if (excess := len(document) - max_document_tokens) > 0:
+                found = found.shortened(excess, self.placeholders)
         return replace(found, draft=replace(found.draft, images=images, videos=videos))
 
     def of_ids(self, token_ids: Sequence[int]) -> SearchDraft:
@@ -216,6 +223,26 @@ class SearchPrompts:
         tail = self._tokenizer.encode_prompt(_TURN_END, add_special_tokens=False)
         made = self._joined(self._before, body, [*tail, *self._after])
         return replace(made, uncut=self._tokenizer.special_ids)
+
+    def _input_of_tokens(self, content: Any, instruction: str | None) -> SearchDraft:  # noqa: ANN401
+        if instruction is not None:
+            raise InvalidRequest("the model takes no instruction", param="instruction")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for index, part in enumerate(parts):
+            if part["type"] not in ("text", *self._media):
+                raise InvalidRequest(
+                    "the model takes no videos", param=f"messages[0].content[{index}]"
+                )
+        images = [part for part in parts if part["type"] != "text"]
+        text = "".join(part["text"] for part in parts if part["type"] == "text").strip()
+        end = self._tokenizer.added[_END].token_id
+        if not images:
+            return self._joined([], self._encode((text,)), [end] * _NUM_ENDS)
+        if len(images) > 1:
+            raise InvalidRequest("an input has one image at most", param="messages[0].content")
+        body = (*self._opened("user"), *self._media["image"], f"{_DESCRIBE} {text}".strip())
+        close = self._tokenizer.added["<|im_end|>"].token_id
+        return self._joined([], self._encode(body), [close, end])
 
     def _joined(self, head: list[int], body: list[int], tail: list[int]) -> SearchDraft:
         return SearchDraft(Draft([*head, *body, *tail]), len(head), len(tail))

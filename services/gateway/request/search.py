@@ -17,7 +17,7 @@ from services.common.model_spec import ModelSpec, Task
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.forms.openai import ChatRequest
-from services.gateway.forms.search import PairFields, SearchFields, text_of
+from services.gateway.forms.search import SearchFields, text_of
 from services.gateway.metrics import Timings
 from services.gateway.prompts.search_prompts import SearchDraft, SearchPrompts
 from services.gateway.request.attempts import Attempts
@@ -48,7 +48,7 @@ class SearchService:
 
     @property
     def task(self) -> Task:
-        """Task of the model: `embed` or `rank`."""
+        """Task of the model: `embed`, `rank` or `token_embed`."""
         return self.spec.task
 
     @property
@@ -56,8 +56,18 @@ class SearchService:
         """True if an input may have images."""
         return self.spec.vision is not None
 
+    @property
+    def num_values(self) -> int:
+        """Length of a vector, or of a token's vector."""
+        search = self.spec.search
+        return (search and search.dimensions) or self.spec.text.hidden_size
+
     async def draft(
-        self, request: SearchFields, chat: ChatRequest, instruction: str | None
+        self,
+        request: SearchFields,
+        chat: ChatRequest,
+        instruction: str | None,
+        max_document_tokens: int | None = None,
     ) -> SearchDraft:
         """Makes the prompt of an input or of a pair, before its images are loaded.
 
@@ -65,6 +75,7 @@ class SearchService:
             request: the client's request.
             chat: messages of the prompt, see `SearchPrompts.draft`.
             instruction: task of the search. None for the model's own.
+            max_document_tokens: see `SearchPrompts.draft`.
 
         Raises:
             TriptychError: the messages do not fit the model or its context.
@@ -72,14 +83,14 @@ class SearchService:
         max_tokens = self.chat.decoder(request.model).max_model_len
         is_cut = request.truncate_prompt_tokens is not None
         text = "".join(map(text_of, chat.messages))
-        document = (request.max_tokens_per_doc or None) if isinstance(request, PairFields) else None
-        most = max_tokens * (1 if document is None and not is_cut else MAX_CONTEXTS_TO_CUT)
+        is_whole = max_document_tokens is None and not is_cut
+        most = max_tokens * (1 if is_whole else MAX_CONTEXTS_TO_CUT)
         self.chat.tokenizer.check_length(text, most)
         make, threads = self.prompts.draft, self.chat.drafts.threads
         if len(text) <= _INLINE_CHARS:
-            draft = make(chat, instruction, document)
+            draft = make(chat, instruction, max_document_tokens)
         else:
-            draft = await threads.run(make, chat, instruction, document)
+            draft = await threads.run(make, chat, instruction, max_document_tokens)
         if not is_cut:
             check_room(len(draft.draft.token_ids), max_tokens)
         return draft
@@ -134,7 +145,13 @@ class SearchService:
             chat=chat,
             prompt=prompt,
             images=[*images, *videos],
-            sampling=pb.SamplingParams(top_p=1.0, repetition_penalty=1.0, max_tokens=1),
+            sampling=pb.SamplingParams(
+                top_p=1.0,
+                repetition_penalty=1.0,
+                max_tokens=1,
+                # The vectors of the tokens before the last come with the prompt's logprobs.
+                prompt_logprobs=0 if self.task == "token_embed" else None,
+            ),
             slot=slot,
             answer_format=AnswerFormat(),
             cache_salt=slot.tenant.cache_salt(request.cache_salt or ""),
@@ -150,7 +167,8 @@ class SearchService:
 
         Returns:
             `[n]` float32. With `embed`, the hidden state of the last token, not normalized. With
-            `rank`, one number, the logit of the answer "yes" minus that of "no".
+            `rank`, one number, the logit of the answer "yes" minus that of "no". With
+            `token_embed`, `[tokens, n]`, the normalized vectors of the prompt's tokens.
 
         Raises:
             TriptychError: the prompt failed on all pods that it may be tried on.
@@ -169,7 +187,17 @@ class SearchService:
                     if event.started is not None:
                         completion.record_start(event.started)
                     vector = event.vector or vector
+                    if event.prompt_logprobs:
+                        completion.prompt_scores.add(event.prompt_logprobs)
         if not vector:
             raise InternalError("the decoder has ended a sequence without its result")
         timings.record("total", timings.since_arrival())
-        return np.frombuffer(vector, "<f4")
+        if self.task != "token_embed":
+            return np.frombuffer(vector, "<f4")
+        parts = [part.top_logprobs for part in completion.prompt_scores.parts]
+        completion.prompt_scores.parts.clear()
+        found = np.frombuffer(b"".join((*parts, vector)), "<f4")
+        num_tokens = len(completion.prompt.token_ids)
+        if found.size != num_tokens * len(vector) // 4:
+            raise InternalError("the decoder has sent vectors of some tokens only")
+        return found.reshape(num_tokens, -1)

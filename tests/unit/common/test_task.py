@@ -8,7 +8,13 @@ import pytest
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpecError, SearchSpec, UnsupportedOption
-from tests.search_checkpoints import EMBED_FILES, RERANKER_CARD, make_reranker, write_files
+from tests.search_checkpoints import (
+    EMBED_FILES,
+    RERANKER_CARD,
+    late_config,
+    make_reranker,
+    write_files,
+)
 from tests.tiny_tokenizer import write_model_directory, write_text_model_directory
 
 MODULES: list[dict[str, Any]] = EMBED_FILES["modules.json"]  # type: ignore[assignment]
@@ -198,3 +204,61 @@ def test_a_reranker_needs_its_two_tokens(directory: Path) -> None:
 def test_modules_that_are_no_list_are_refused(directory: Path) -> None:
     with pytest.raises(ModelSpecError, match=r"modules\.json is not an array"):
         read_spec(write_files(directory, {"modules.json": {"0": "Transformer"}}))
+
+
+def late(directory: Path, **changes: object) -> Path:
+    """A ColQwen3's directory, whose config.json has other options."""
+    base = write_model_directory(directory)
+    config = late_config(json.loads((base / "config.json").read_text()), 24) | changes
+    (base / "config.json").write_text(json.dumps(config))
+    return base
+
+
+@pytest.mark.parametrize("task", ["", "auto"])
+def test_colqwen3_makes_a_vector_of_each_token(tmp_path: Path, task: str) -> None:
+    spec = read_spec(late(tmp_path / "model"), task)
+    assert spec.search == SearchSpec(task="token_embed", dimensions=24)
+    assert spec.checkpoint.text_prefix == "vlm.model.language_model."
+    assert spec.checkpoint.ignores("vlm.lm_head.weight")
+    assert spec.vision is not None and spec.vision.video is None
+    # 1,280 visual tokens at most, and the least of the processor's file.
+    geometry = spec.vision.geometry
+    assert (geometry.min_pixels, geometry.max_pixels) == (65_536, 1280 * 32 * 32)
+
+
+def test_the_vectors_of_tokens_have_320_dimensions_by_default(tmp_path: Path) -> None:
+    base = late(tmp_path / "model", embed_dim=None)
+    config = json.loads((base / "config.json").read_text())
+    del config["embed_dim"]
+    config["text_config"]["hidden_size"] = 512
+    config["vision_config"]["out_hidden_size"] = 512
+    (base / "config.json").write_text(json.dumps(config))
+    search = read_spec(base).search
+    assert search is not None and search.dimensions == 320
+
+
+@pytest.mark.parametrize(
+    ("changes", "task", "named"),
+    [
+        ({}, "embed", "the task 'embed' is not supported for ColQwen3"),
+        ({"embed_dim": 0}, "", "embed_dim 0"),
+        ({"embed_dim": "wide"}, "", "embed_dim 'wide'"),
+        ({"is_causal": False}, "", "is_causal False"),
+        ({"architectures": ["OpsColQwen3Model"]}, "", "OpsColQwen3Model is not supported"),
+        ({"architectures": ["ColQwen3_5"]}, "", "ColQwen3_5 is not supported"),
+    ],
+)
+def test_other_late_interaction_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], task: str, named: str
+) -> None:
+    with pytest.raises(ModelSpecError, match=named):
+        read_spec(late(tmp_path / "model", **changes), task)
+
+
+def test_other_prompts_of_colqwen3_are_refused_by_name(tmp_path: Path) -> None:
+    base = late(tmp_path / "model")
+    write_files(base, {"processor_config.json": {"query_prefix": "", "processor_class": "x"}})
+    assert read_spec(base).task == "token_embed"
+    write_files(base, {"processor_config.json": {"query_prefix": "Query: "}})
+    with pytest.raises(UnsupportedOption, match="query_prefix 'Query: '"):
+        read_spec(base)

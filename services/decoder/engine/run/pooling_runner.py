@@ -1,8 +1,8 @@
 """The runner of a model for search: its steps return vectors or scores, and sample nothing.
 
 A sequence of such a model ends with the step that computes its last prompt token. The step yields
-one meaningless token for it, so that scheduling, preemption and the ends of sequences are those of
-a chat request with `max_tokens` 1.
+one meaningless token for the sequence. Scheduling, preemption and the ends of sequences are
+therefore as for a chat request with `max_tokens` 1.
 """
 
 import torch
@@ -47,6 +47,23 @@ class PoolingRunner(ModelRunner):
         finite = torch.isfinite(vectors.sum(-1))
         token_ids = torch.where(finite, 0, NOT_FINITE).to(torch.int32)
         return self.readback.tokens(Sampled(token_ids, None), vectors=vectors)
+
+    def _score(self, step: Step, computed: Computed) -> list[tuple[Tensor, ...]]:
+        """Pools all tokens of prompts but the last ones, with `token_embed`. The vectors are the
+        fourth of the parts of `Scores`; the first three tell nothing.
+
+        A vector that is not finite spoils the vectors of all later tokens, by attention. The
+        sequence then fails with its last token.
+        """
+        hidden = computed.hidden
+        assert hidden is not None
+        runs: list[tuple[Tensor, ...]] = []
+        for first, count, _ in step.compute.scored.tolist():
+            vectors = self.pooler(hidden[first : first + count])
+            ranks = torch.zeros(count, dtype=torch.int32, device=vectors.device)
+            parts = vectors.new_zeros(count), ranks, ranks[:, None][:, :0], vectors
+            runs.append(tuple(map(self.readback.copy, parts)))
+        return runs
 
     @torch.inference_mode()
     def sample_scratch(self, num_rows: int) -> None:
