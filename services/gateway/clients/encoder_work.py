@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from services.gateway.clients.pods import rank
 
-# Seconds per patch of an encoder that has not said its speed: Qwen3-VL-8B's tower on an H200.
+# Seconds per patch of an encoder that has not said its speed: the tower of an 8B model on an H200.
 _PATCH_S = 2e-6
 # Seconds per byte of a file on its way: the transfer, its copies and, of an image, the decoding. A
 # JPEG of 1024 x 1024 takes 3 to 6 ms (benchmarks/LOG.md), and has some 400 kB.
