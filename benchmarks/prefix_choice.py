@@ -4,11 +4,13 @@
 
 Requests, gateways and decoders in simulated time. `sent_prompts.choose` is the real one; a decoder
 is a queue, a cache of blocks that forgets the least recently used, and steps of a time like that of
-Qwen3-VL-8B on an H100. Three loads: conversations of eight turns about an image, questions behind
-one system prompt of 2,000 tokens, and both beside prompts that share nothing. Three rules: `key`
-(rendezvous hashing of the image or the first 256 tokens), `sent` (what the gateway has sent: the
-rule in use), and `ideal` (the same with all that the decoders hold and have to do). `most` is what
-one cache without bound would find.
+Qwen3-VL-8B on an H100. Four loads: conversations of eight turns about an image, questions behind
+one system prompt of 2,000 tokens, both beside prompts that share nothing, and such prompts beside
+new clips of a minute, whose embeddings come 1.2 s later. Three rules: `key` (rendezvous hashing of
+the image or the first 256 tokens), `sent` (what the gateway has sent: the rule in use), and `ideal`
+(the same with all that the decoders hold and have to do). For clips, `together` is the rule in use
+without the difference between tokens that can be computed and tokens whose embeddings are still to
+come. `most` is what one cache without bound would find.
 """
 
 import argparse
@@ -32,19 +34,24 @@ from services.gateway.clients.pods import pick
 from services.gateway.clients.sent_prompts import (
     CONTEXT_COST,
     ROW_COST,
+    Coming,
     PromptChain,
     Sent,
     SentPrompts,
     choose,
 )
 
-RULES = ("key", "sent", "ideal")
+RULES = ("key", "sent", "ideal", "together")
 # Arrivals of each kind a second and decoder, by load: about two thirds of what a decoder can do.
 RATES = {
     "conversations": {"conversation": 0.42},
     "system prompt": {"question": 9.0},
     "mixture": {"conversation": 0.2, "question": 4.0, "lone": 4.0},
+    "clips": {"lone": 10.0, "clip": 0.8},
 }
+# Tokens of a clip of 60 s and 720p, and the seconds until all of its embeddings are encoded
+# (benchmarks/LOG.md, 8B).
+_CLIP_TOKENS, _CLIP_S = 11_800, 1.2
 _SYSTEM = 2000
 _BLOCK = 64
 # Qwen3-VL-8B on an H100, bf16: seconds of a step, and room for KV.
@@ -64,6 +71,7 @@ class Request:
     following: Callable[["Request", float], "Request | None"] = lambda _, __: None
     chain: PromptChain = field(init=False)
     sent: Sent | None = None
+    delay_s: float = 0.0  # until its embeddings are encoded
     gateway: int = 0
     num_found: int = 0
     num_computed: int = 0
@@ -122,9 +130,8 @@ class Decoder:
         running = (*self.prefilling, *self.waiting, *(row[2] for row in self.rows))
         return sum(any(link in links for link, _ in r.chain.links) for r in running)
 
-    @property
-    def work(self) -> float:
-        """As `SentPrompts.work`, of all gateways and as it is."""
+    def work(self, *, waits: bool = False) -> float:
+        """As `SentPrompts.work`, of all gateways and as it is, without what is still to come."""
         left = sum(r.chain.num_tokens - r.num_computed for r in self.prefilling)
         left += sum(r.chain.num_tokens - self.num_found(r.chain) for r in self.waiting)
         running = len(self.rows) + len(self.prefilling) + len(self.waiting)
@@ -212,6 +219,7 @@ class Result:
     most: float
     ttft_p50_ms: float
     ttft_p99_ms: float
+    clips_ms: tuple[float, float] | None  # the same of clips, which the others leave out
     most_requests: float  # of a decoder, by the mean
     busiest: float  # the same, of the time with work
 
@@ -248,7 +256,15 @@ def run(load: str, rule: str, num_decoders: int, num_gateways: int, seed: int) -
     while events:
         now, _, what = heapq.heappop(events)
         if isinstance(what, Request):
+            if what in pod_of:  # All of its embeddings have come.
+                what.chain.coming.num_tokens = 0
+                pod_of[what].decoder.waiting.append(what)
+                if not pod_of[what].decoder.is_busy:
+                    begin(pod_of[what].decoder, now)
+                continue
             what.gateway = random.randrange(num_gateways)
+            if what.delay_s and rule != "together":
+                what.chain.coming = Coming(_CLIP_TOKENS)
             pod = pod_of[what] = _choose(gateways[what.gateway], what, rule)
             pod.num_in_flight += 1
             what.sent = pod.prompts.send(what.chain)
@@ -258,6 +274,9 @@ def run(load: str, rule: str, num_decoders: int, num_gateways: int, seed: int) -
                     (end for link, end in what.chain.links if link in everything), default=0
                 )
             everything.update(link for link, _ in what.chain.links)
+            if what.delay_s:
+                at(now + what.delay_s, what)
+                continue
             pod.decoder.waiting.append(what)
             if not pod.decoder.is_busy:
                 begin(pod.decoder, now)
@@ -276,15 +295,26 @@ def run(load: str, rule: str, num_decoders: int, num_gateways: int, seed: int) -
             if following is not None and following.arrival < _WINDOW_S[1]:
                 at(following.arrival, following)
         begin(what, now)
+    return _result(load, rule, ended, most, decoders, [*requests_of.values()])
+
+
+def _result(
+    load: str, rule: str, ended: list[Request], most: int, decoders: list[Decoder],
+    num_requests: list[int],
+) -> Result:  # fmt: skip
+    """The figures of a load that has run."""
     counted = [request for request in ended if _counts(request)]
     tokens = sum(request.chain.num_tokens for request in counted)
-    cuts = quantiles((request.ttft for request in counted), n=100)
+    cuts = quantiles((request.ttft for request in counted if not request.delay_s), n=100)
+    clips = [request.ttft for request in counted if request.delay_s]
+    of_clips = quantiles(clips, n=100) if clips else []
     busy = [decoder.busy_s for decoder in decoders]
     return Result(
         load, rule, sum(r.num_found for r in counted) / tokens, most / tokens,
         1e3 * cuts[49], 1e3 * cuts[98],
-        max(requests_of.values()) * num_decoders / len(counted),
-        max(busy) * num_decoders / sum(busy),
+        (1e3 * of_clips[49], 1e3 * of_clips[98]) if of_clips else None,
+        max(num_requests) * len(decoders) / len(counted),
+        max(busy) * len(decoders) / sum(busy),
     )  # fmt: skip
 
 
@@ -295,7 +325,7 @@ def _counts(request: Request) -> bool:
 def _choose(pods: Sequence[Pod], request: Request, rule: str) -> Pod:
     if rule == "key":
         return pick(pods, request.key)
-    if rule == "sent":
+    if rule in ("sent", "together"):
         return choose(pods, request.chain, request.key)
     exact = [Exact(pod, pod.address, pod.num_in_flight, pod.decoder) for pod in pods]
     return choose(exact, request.chain, request.key).pod
@@ -303,7 +333,7 @@ def _choose(pods: Sequence[Pod], request: Request, rule: str) -> Pod:
 
 def arrivals(load: str, num_decoders: int, random: Random) -> Iterator[Request]:
     """First turns and lone requests, by time."""
-    kinds = {"conversation": _conversation, "question": _question, "lone": _lone}
+    kinds = {"conversation": _conversation, "question": _question, "lone": _lone, "clip": _clip}
     streams = [
         _poisson(kinds[kind], rate * num_decoders, random) for kind, rate in RATES[load].items()
     ]
@@ -328,6 +358,10 @@ def _lone(time: float, random: Random) -> Request:
 
 def _question(time: float, random: Random) -> Request:
     return Request(time, [*range(_SYSTEM), *_words(200, random)], None, 128)
+
+
+def _clip(time: float, random: Random) -> Request:
+    return Request(time, _words(_CLIP_TOKENS + 100, random), None, 128, delay_s=_CLIP_S)
 
 
 def _conversation(time: float, random: Random) -> Request:
@@ -358,15 +392,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="a CSV file")
     options = parser.parse_args(arguments)
     rows: list[list[str]] = []
-    header = ["load", "rule", "found %", "most %", "TTFT p50 ms", "p99 ms", "requests", "busy"]
+    header = ["load", "rule", "found %", "most %", "TTFT p50 ms", "p99 ms", "clips p50", "p99",
+              "requests", "busy"]  # fmt: skip
     print("".join(f"{title:<15}" for title in header))
     for load, rule in itertools.product(RATES, RULES):
+        if rule == ("ideal" if load == "clips" else "together"):
+            continue
         if sys.stderr.isatty():
             print(f"\r{load}, {rule} ...", end="", file=sys.stderr)
         found = run(load, rule, options.decoders, options.gateways, options.seed)
         rows.append(
             [load, rule, f"{100 * found.found:.1f}", f"{100 * found.most:.1f}",
              f"{found.ttft_p50_ms:.0f}", f"{found.ttft_p99_ms:.0f}",
+             *(f"{value:.0f}" for value in found.clips_ms or ()),
+             *("-" for _ in range(0 if found.clips_ms else 2)),
              f"{found.most_requests:.2f}", f"{found.busiest:.2f}"]
         )  # fmt: skip
         print("\r" + "".join(f"{cell:<15}" for cell in rows[-1]))

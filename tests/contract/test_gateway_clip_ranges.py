@@ -175,3 +175,26 @@ def test_images_of_a_request_are_divided_by_patches(four):
     placed = {i.image_key: i.encoder_address for i in four.decoder.submits[0].images}
     ask(four, *parts)
     assert {i.image_key: i.encoder_address for i in four.decoder.submits[1].images} == placed
+
+
+def test_tokens_are_work_for_a_text_when_their_embeddings_are_encoded(four):
+    encoded, answered = threading.Event(), threading.Event()
+    for encoder in four.encoders:
+        encoder.before = once(encoded.is_set)
+    four.decoder.before = once(answered.is_set)
+    (pod,) = four.gateway.service.decoders.pods
+
+    def num_coming() -> int:
+        return round(pod.prompts.work(waits=True) - pod.prompts.work())
+
+    def num_tokens() -> int:
+        return sum(image.num_tokens for submit in four.decoder.submits for image in submit.images)
+
+    part = {"type": "image_url", "image_url": {"url": image_url(320, 320)}}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, four, part, part)  # one embedding, two runs of tokens
+        four.wait(lambda: num_tokens() and num_coming() == num_tokens())
+        encoded.set()
+        four.wait(lambda: pod.num_in_flight == 1 and num_coming() == 0)
+        answered.set()
+        assert asked.result()

@@ -31,6 +31,17 @@ ROW_COST, CONTEXT_COST = 32, 0.05
 _HOME = 0.5
 
 
+@dataclass(slots=True)
+class Coming:
+    """The tokens of a prompt whose embeddings no encoder has yet.
+
+    Attributes:
+        num_tokens: number of the tokens. The owner of the encode calls changes it.
+    """
+
+    num_tokens: int = 0
+
+
 class PromptChain:
     """Hashes of the prefixes of a prompt.
 
@@ -39,6 +50,7 @@ class PromptChain:
         images: references to the prompt's images, in order of their offsets.
         salt: salt that separates the prefixes of tenants.
         adapter: digest of the adapter that answers, which separates prefixes, too. Empty for none.
+        coming: tokens whose embeddings are still to come. None if there are none.
 
     Attributes:
         num_tokens: number of tokens of the prompt.
@@ -48,10 +60,16 @@ class PromptChain:
     """
 
     def __init__(
-        self, token_ids: Int32s, images: Sequence[pb.ImageRef], salt: bytes, adapter: bytes = b""
+        self,
+        token_ids: Int32s,
+        images: Sequence[pb.ImageRef],
+        salt: bytes,
+        adapter: bytes = b"",
+        coming: Coming | None = None,
     ) -> None:
         self.num_tokens = len(token_ids)
         self.images = images
+        self.coming = coming or Coming()
         self.links: list[tuple[bytes, int]] = []
         data, following = token_ids.data.cast("B"), iter(images)
         self.adapter = adapter
@@ -105,17 +123,28 @@ class SentPrompts:
         self._number = 0
         self._waiting: dict[int, int] = {}  # number of a waiting prompt -> tokens to compute
         self._num_waiting_tokens = 0
+        self._coming: dict[int, Coming] = {}  # of waiting prompts with embeddings to come
         self._num_running = 0
         self._num_running_tokens = 0
         self._num_running_from: Counter[bytes] = Counter()  # running prompts by `Sent.last`
 
-    @property
-    def work(self) -> float:
-        """Work of the pod before or beside a prompt that is sent now, in prompt tokens. Work of
-        other gateways is not known.
+    def work(self, *, waits: bool = False) -> float:
+        """Returns the work of the pod before or beside a prompt that is sent now, in prompt tokens.
+        Work of other gateways is not known.
+
+        Tokens whose embeddings are still to come are work only for a prompt that waits for
+        embeddings, too. A prompt that can begin at once is computed before them.
+
+        Args:
+            waits: True if embeddings of the prompt are still to come.
         """
         running = ROW_COST * self._num_running + CONTEXT_COST * self._num_running_tokens
-        return self._num_waiting_tokens + running
+        if waits:
+            return self._num_waiting_tokens + running
+        for number in [n for n, coming in self._coming.items() if not coming.num_tokens]:
+            del self._coming[number]
+        coming = sum(min(each.num_tokens, self._waiting[n]) for n, each in self._coming.items())
+        return self._num_waiting_tokens - coming + running
 
     def num_found(self, chain: PromptChain) -> int:
         """Returns the number of tokens of the prompt's prefix that the pod has probably cached."""
@@ -150,6 +179,8 @@ class SentPrompts:
         if last:
             self._num_running_from[last] += 1
         self._waiting[sent.number] = new
+        if chain.coming.num_tokens:
+            self._coming[sent.number] = chain.coming
         self._num_waiting_tokens += new
         self._num_running += 1
         self._num_running_tokens += chain.num_tokens
@@ -170,7 +201,7 @@ class SentPrompts:
         has evicted the rest, and all links that were used less recently. The threshold is a half,
         because a model with recurrent states caches only some prefixes.
         """
-        self._num_waiting_tokens -= self._waiting.pop(sent.number, 0)
+        self._end_waiting(sent)
         if not sent.found or 2 * num_cached >= sent.found[-1][1]:
             return
         given_up = next(number for number, end in sent.found if end > num_cached)
@@ -182,12 +213,16 @@ class SentPrompts:
 
     def ended(self, sent: Sent) -> None:
         """Records that a prompt's sequence has ended, even before its first token."""
-        self._num_waiting_tokens -= self._waiting.pop(sent.number, 0)
+        self._end_waiting(sent)
         self._num_running -= 1
         self._num_running_tokens -= sent.num_tokens
         if sent.last:
             self._num_running_from[sent.last] -= 1
             self._num_running_from += Counter()  # This drops counts that are 0.
+
+    def _end_waiting(self, sent: Sent) -> None:
+        self._num_waiting_tokens -= self._waiting.pop(sent.number, 0)
+        self._coming.pop(sent.number, None)
 
     def _forget(self, link: bytes) -> None:
         _, size = self._links.pop(link, (0, 0))
@@ -210,7 +245,8 @@ def choose(pods: Sequence[CandidateT], chain: PromptChain, key: bytes) -> Candid
     """Returns the pod with the least cost for the prompt.
 
     The cost is a number of tokens. It counts the prompt tokens that the pod has to compute, the
-    tokens of uncached images whose embeddings come from another host, and the pod's other work.
+    tokens of uncached images whose embeddings come from another host, and the pod's other work,
+    where prompts that can be computed and prompts whose embeddings are still to come count apart.
     Tokens that only another pod has cached cost less if many prompts on that pod share the tokens,
     because such prompts could share the tokens here, too. So a common prefix spreads to several
     pods. Of pods with equal costs, the first in the key's order is chosen (`rank`). No pod
@@ -224,6 +260,7 @@ def choose(pods: Sequence[CandidateT], chain: PromptChain, key: bytes) -> Candid
     found = {pod.address: pod.prompts.num_found(chain) for pod in pods}
     most = max(pods, key=lambda pod: found[pod.address])
     num_sharing = most.prompts.num_sharing(chain)
+    waits = chain.coming.num_tokens > 0
 
     def cost(pod: CandidateT) -> tuple[float, tuple[bytes, bytes]]:
         host, known = host_of(pod.address), float(found[pod.address])
@@ -236,6 +273,6 @@ def choose(pods: Sequence[CandidateT], chain: PromptChain, key: bytes) -> Candid
             if image.offset >= known and host_of(image.encoder_address) in hosts - {host}
         )
         new = chain.num_tokens - known - elsewhere + elsewhere / (1 + num_sharing)
-        return new + moved + pod.prompts.work, ranks[pod.address]
+        return new + moved + pod.prompts.work(waits=waits), ranks[pod.address]
 
     return min(within_bound(pods), key=cost)

@@ -10,7 +10,6 @@ them, and ends the request after the second death. An unreadable image ends the 
 `ChatService.answer` makes one `Attempts` for each request. This file knows nothing of HTTP or text.
 """
 
-import asyncio
 import logging
 import time
 from array import array
@@ -229,11 +228,8 @@ class Attempts:
         self._extended.clear()
         request = self._request
         images = await self._encodes.assign()
-        self._chain = PromptChain(
-            request.prompt.token_ids, images, request.cache_salt, request.adapter
-        )
-        if images:
-            await asyncio.sleep(0)  # The encode calls are sent first: the decoder waits for images.
+        ids, coming = request.prompt.token_ids, self._encodes.coming
+        self._chain = PromptChain(ids, images, request.cache_salt, request.adapter, coming)
         decoder = self._take_decoder()
         self._span.end()
         self._span = start_span(

@@ -30,6 +30,7 @@ from services.gateway.clients.encoders import (
     holder_of,
 )
 from services.gateway.clients.pods import pick, rank
+from services.gateway.clients.sent_prompts import Coming
 from services.gateway.clients.token_event import EmbeddingLost
 from services.gateway.media.kinds import VIDEO
 from services.gateway.media.videos import Video
@@ -63,6 +64,7 @@ class EncodeCalls:
             lost.
         outcome_timeout_s: time in seconds to wait for the outcome of calls to a lost encoder.
         keys: image key of each run of the prompt, for the encoders of the latest attempt.
+        coming: tokens of the prompt whose embeddings are not encoded yet.
     """
 
     request: Completion
@@ -73,6 +75,7 @@ class EncodeCalls:
     timeout_s: float
     outcome_timeout_s: float = OUTCOME_TIMEOUT_S
     keys: list[bytes] = field(default_factory=list[bytes])
+    coming: Coming = field(default_factory=Coming)
     # Image key -> the running call.
     _calls: dict[bytes, _Call] = field(default_factory=dict[bytes, _Call])
     # Image key -> address of the encoder that has encoded the unit.
@@ -110,6 +113,12 @@ class EncodeCalls:
                 self._encoded.pop(key, None)
                 task = asyncio.create_task(self._encode(key, pod, index))
                 self._calls[key] = _Call(pod.address, task)
+        self.coming.num_tokens = sum(
+            run.num_tokens for key, run in zip(self.keys, runs, strict=True) if key in self._calls
+        )
+        await asyncio.sleep(
+            0
+        )  # The calls are sent before the prompt, whose decoder waits for them.
         return [
             pb.ImageRef(
                 image_key=key,
@@ -255,6 +264,7 @@ class EncodeCalls:
         del self._calls[key]
         if isinstance(outcome, EncodeResponse):
             self._encoded[key] = pod.address
+            self.coming.num_tokens -= run.num_tokens * self.keys.count(key)
             source = SOURCES.get(outcome.source, "unknown")
             self.metrics.encodes.labels(source).inc()
             for other_index, other in enumerate(self.keys):

@@ -30,7 +30,7 @@ RANDOM = random.Random(0)
 
 def new_image() -> str:
     """Another image each time; which encoder gets it depends on the encoders' ports, too."""
-    color = tuple(RANDOM.randrange(256) for _ in range(3))
+    color = RANDOM.randrange(256), RANDOM.randrange(256), RANDOM.randrange(256)
     return image_url(RANDOM.randrange(20, 90), 40, color)
 
 
@@ -80,7 +80,7 @@ def test_broken_encoder_costs_a_retry(pair, failure, monkeypatch):
     if failure is None:  # that encoder alone has little time
         pods = pair.gateway.service.encoders.pods
         pod = next(pod for pod in pods if pod.address == first.address)
-        monkeypatch.setattr(pod, "encode", lambda request, _: EncoderPod.encode(pod, request, 0.5))
+        monkeypatch.setattr(pod, "encode", lambda request, *_: EncoderPod.encode(pod, request, 0.5))
     retries = pair.metric("triptych_gateway_retries_total", service="encoder")
     assert answer(pair.chat(messages=asking(url))) == "A red circle."
     assert len(second.requests) == 1

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from services.common.pb import decoder_pb2 as pb
-from services.gateway.clients.sent_prompts import PromptChain, SentPrompts, choose
+from services.gateway.clients.sent_prompts import Coming, PromptChain, SentPrompts, choose
 
 ROOM = 100_000
 
@@ -133,10 +133,10 @@ def test_work_comes_back_to_nothing() -> None:
         else:
             numbers = [random.randrange(3) for _ in range(random.randrange(6))]
             running.append((prompts.send(chain(*numbers)), False))
-        assert prompts.work > 0 or not running
+        assert prompts.work() > 0 or not running
     for sent, _ in running:
         prompts.ended(sent)
-    assert prompts.work == pytest.approx(0)
+    assert prompts.work() == pytest.approx(0)
     assert prompts._num_tokens == sum(size for _, size in prompts._links.values()) <= 1000
 
 
@@ -202,6 +202,28 @@ def test_an_image_prefers_the_decoder_of_its_encoders_host() -> None:
     assert choose(pods, busy, b"any").address != "a:1"
     elsewhere = chain(1, 2, images=[image(b"cat", 70, "z:9")])
     assert choose(pods[1:], elsewhere, b"any") in pods[1:]
+
+
+def test_tokens_whose_embeddings_are_still_to_come_are_work_for_those_that_wait_alone() -> None:
+    pods = [Pod("a:1"), Pod("b:1")]
+    clip, coming = chain(*range(100)), Coming(6000)
+    clip.coming = coming
+    waiting = pods[0].prompts.send(clip)
+    pods[1].prompts.send(chain(*range(200, 220)))
+    text, another = chain(300), chain(301)
+    another.coming = Coming(40)
+    assert all(choose(pods, text, b"%d" % key) is pods[0] for key in range(20))
+    assert all(choose(pods, another, b"%d" % key) is pods[1] for key in range(20))
+    coming.num_tokens = 500  # most of them have come
+    assert all(choose(pods, text, b"%d" % key) is pods[1] for key in range(20))
+    whole = pods[0].prompts.work(waits=True)
+    assert whole - pods[0].prompts.work() == 500
+    coming.num_tokens = 0
+    assert pods[0].prompts.work() == whole
+    # A prompt that ends before they come leaves nothing.
+    coming.num_tokens = 6000
+    pods[0].prompts.ended(waiting)
+    assert pods[0].prompts.work() == pods[0].prompts.work(waits=True) == 0
 
 
 def test_of_equal_decoders_equal_keys_get_the_same() -> None:
