@@ -67,15 +67,18 @@ def answers(directory: Path, ranks: Ranks = ALONE, link: socket.socket | None = 
             wanted = 1 if (turn, number) == (0, 4) else None
             sampling = SamplingParams(max_tokens=16, prompt_logprobs=wanted)
             if not generates:
-                sampling = SamplingParams(max_tokens=1)
+                every = 0 if runner.info.task == "token_embed" else None
+                sampling = SamplingParams(max_tokens=1, prompt_logprobs=every)
             engine.add(AddSequence(5 * turn + number, ids.tobytes(), b"", 0, [], sampling))
         while engine.has_work:
             done = engine.step()
             for event in done.events if done is not None else ():
                 assert event.end is None or event.end.reason in ("stop", "length"), event
-                if event.vector:
-                    result = np.frombuffer(event.vector, np.float32).tolist()
-                    found["results"][str(event.sequence_id)] = result
+                if not generates:
+                    scored = event.prompt_logprobs
+                    vectors = (b"" if scored is None else scored.top_logprobs) + event.vector
+                    result = found["results"].setdefault(str(event.sequence_id), [])
+                    result += np.frombuffer(vectors, np.float32).tolist()
                 found["tokens"].setdefault(str(event.sequence_id), []).extend(event.token_ids)
                 if event.prompt_logprobs is not None:
                     found["prompt"] += np.frombuffer(

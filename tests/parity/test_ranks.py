@@ -23,6 +23,7 @@ from services.common.nn.linear import Linear
 from tests import fp4_checkpoints, int8_checkpoints, mxfp8_checkpoints, packed_checkpoints
 from tests.cases import THOROUGH
 from tests.fp8_checkpoints import FP8_BLOCK, write
+from tests.late_interaction import DIMENSIONS, Late
 from tests.parity import rank_answers, rank_main
 from tests.parity.oracle import EOS_ID, EXPERTS, VOCAB_SIZE, Tiny, largest_difference, make_oracle
 from tests.parity.qwen3_5_oracle import EXPERTS as SHARED_EXPERTS
@@ -160,8 +161,11 @@ def make_search(directory: Path, files: dict[str, object]) -> None:
 MAKERS |= {
     "vectors": lambda path: make_search(path, EMBED_FILES),
     "scores": lambda path: make_search(path, SCORE_FILES),
+    "vectors of tokens": lambda path: Late(
+        make_oracle(Tiny(4, 2, 32, (6, 5, 5), (0, 2), False), path)
+    ),
 }
-SEARCH = ["vectors", "scores"]
+SEARCH = ["vectors", "scores", "vectors of tokens"]
 REFUSED: dict[str, tuple[dict, str]] = {
     "blocks": (WIDE | {"intermediate_size": 384}, "gate_proj.weight_scale: 192 of 384 cut"),
     "kv heads": (WIDE | {"num_attention_heads": 6, "num_key_value_heads": 3}, "num_kv_heads 3"),
@@ -217,7 +221,8 @@ def together(directory: Path) -> Tensor:
     return load_file(directory / "logits-0.safetensors")["logits"]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "int8"])
+# A language model with a head does not read the files of ColQwen3.
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("int8", "vectors of tokens")])
 def test_two_ranks_give_the_whole_models_logits(ranks: Path, name: str) -> None:
     expected = rank_main.logits(ranks / name, ALONE)
     assert expected.abs().max() > 10
@@ -279,7 +284,9 @@ def test_the_results_of_a_search_over_two_ranks_are_those_of_one(ranks: Path, na
     expected = rank_answers.answers(ranks / name)["results"]
     assert len(expected) == 10 and found["results"].keys() == expected.keys()
     for number, result in expected.items():
-        assert len(result) == (1 if name == "scores" else 64)
+        num_tokens = 20 + 9 * (int(number) % 5)
+        sizes = {"vectors": 64, "scores": 1, "vectors of tokens": num_tokens * DIMENSIONS}
+        assert len(result) == sizes[name]
         assert found["results"][number] == pytest.approx(result, abs=TOLERANCE)
 
 
