@@ -248,7 +248,9 @@ class FakeRunner:
     num_folded: int = 0
     checkpoints: dict[int, int] = field(default_factory=dict)  # by slot
     host: dict[int, list[int]] = field(default_factory=dict)  # entries of a block, by slot
+    host_states: dict[int, int] = field(default_factory=dict)  # by slot
     num_restored: int = 0
+    num_restored_from_host: int = 0
     num_saved: int = 0
     _references: dict[int, Reference] = field(default_factory=dict)
     _num_right: int = 0  # tokens up to the first wrong draft of the chunk that is computed
@@ -379,6 +381,9 @@ class FakeRunner:
         for block, slot in _pairs(step.compute.block_loads):
             for index, entry in enumerate(self.host[slot]):
                 self._cache[block * size + index] = entry
+        for checkpoint, slot in _pairs(step.compute.checkpoint_saves):
+            assert 0 <= slot < self.info.num_host_states
+            self.host_states[slot] = self.checkpoints[checkpoint]
 
     def _damage_copies(self, step: Step) -> None:
         """A step that raises may have changed its blocks before it copied them."""
@@ -386,6 +391,8 @@ class FakeRunner:
         for block, slot in _pairs(step.compute.block_saves):
             self.host[slot] = [_GARBAGE] * size
             changed.append([block, slot])
+        for checkpoint, slot in _pairs(step.compute.checkpoint_saves):
+            self.host_states[slot] = self.checkpoints[checkpoint] = _GARBAGE
         for block, _ in changed:
             self._cache |= dict.fromkeys(range(block * size, (block + 1) * size), _GARBAGE)
 
@@ -394,6 +401,10 @@ class FakeRunner:
         if start.checkpoint >= 0:
             self._states[start.row] = self.checkpoints[start.checkpoint]
             self.num_restored += 1
+        elif start.checkpoint < -1:
+            self._states[start.row] = self.host_states[-2 - start.checkpoint]
+            self.num_restored += 1
+            self.num_restored_from_host += 1
 
     def _damage_rows(self, step: Step) -> None:
         """A step that raises may have run and sampled: what its rows keep is undefined, and their

@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable
 
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.schedule.block_manager import BlockManager
-from services.decoder.engine.schedule.host_blocks import HostBlocks
+from services.decoder.engine.schedule.host_slots import HostSlots
 from services.decoder.engine.schedule.recurrent_states import RecurrentStates
 from services.decoder.engine.schedule.scheduler import Scheduler
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
@@ -59,12 +59,13 @@ def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
     assert not any(block in blocks.hash_of for block in blocks.blank)
     assert all(block in blocks.hash_of for block in blocks.reusable)
     assert blocks.block_of == {name: block for block, name in blocks.hash_of.items()}
-    check_host_blocks(blocks.host)
+    check_host_slots(blocks.host)
     if isinstance(blocks.states, RecurrentStates):
         check_checkpoints(blocks.states, blocks.block_of)
+        check_host_slots(blocks.states.host)
 
 
-def check_host_blocks(host: HostBlocks) -> None:
+def check_host_slots(host: HostSlots) -> None:
     """Each slot is held once, and no slot that the next step uses is free or written twice."""
     held = [*host.free, *host.slot_of.values(), *host.dropped]
     assert sorted(held) == list(range(len(held))), "a slot is lost, or held twice"

@@ -92,9 +92,14 @@ class DecoderSettings(EngineServiceSettings):
         return max(len(self.named_adapters), self.max_adapters or 0)
 
     @model_validator(mode="after")
-    def _head_is_used(self) -> Self:
+    def _speculation_fits(self) -> Self:
         if self.speculation_head is not None and self.speculation != "mtp":
             raise ValueError("speculation_head is only used with speculation mtp")
+        if self.kv_host_bytes and self.speculation == "mtp":
+            raise ValueError(
+                "kv_host_bytes does not go with speculation mtp, whose hidden states at checkpoints "
+                "are not copied to the host"
+            )
         return self
 
     @field_validator("adapters")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.decoder.engine.run.host_cache import BUFFER_BYTES, HostCache
+from services.decoder.engine.run.host_cache import HostPool
 
 pytestmark = pytest.mark.gpu
 
@@ -15,20 +15,18 @@ def test_blocks_come_back_as_they_were(dtype: torch.dtype) -> None:
     sizes = (8, 600, 2, 16, 8, 128)
     content = torch.randint(0, 256, (*sizes[:-1], 128 * dtype.itemsize), dtype=torch.uint8)
     pool = content.cuda().view(dtype)
-    block_bytes = pool[:, 0].nbytes
-    assert 2 * 256 * block_bytes > BUFFER_BYTES
-    cache = HostCache(pool, 600)
+    cache = HostPool(pool, 600, 100)
     order = np.random.default_rng(0).permutation(512)
     rounds = 2
     for number in range(rounds):
         half = order[number * 256 : (number + 1) * 256]
-        cache.copy(np.stack((half, 599 - half), 1), None)
+        cache.save(np.stack((half, 599 - half), 1))
         pool.view(torch.uint8)[:, torch.from_numpy(half).cuda()] = 0
     assert int(pool.view(torch.uint8)[:, :512].max()) == 0
     targets = np.random.default_rng(1).permutation(512)
     for number in range(rounds):
         half = slice(number * 256, (number + 1) * 256)
-        cache.copy(None, np.stack((targets[half], 599 - order[half]), 1))
+        cache.load(np.stack((targets[half], 599 - order[half]), 1))
     found = pool.view(torch.uint8).cpu()
     assert torch.equal(found[:, targets], content[:, order])
     assert torch.equal(found[:, 512:], content[:, 512:])

@@ -171,6 +171,22 @@ def test_preempted_and_restored_from_its_own_checkpoint(
     assert engine.stats().num_preemptions > 0
 
 
+def test_restored_from_the_host(
+    bench: Conversations, sharers: list[int], alone: dict[int, list[int]]
+) -> None:
+    """The cache holds one request's blocks, so blocks and states of the others leave it."""
+    text = bench.oracle.spec.text
+    block = 2 * 16 * text.num_kv_heads * text.head_dim * 4 * len(text.attention_layers)
+    engine = bench.poisoned_engine(
+        kv_cache_bytes=10 * block, checkpoint_bytes=1 << 20, kv_host_bytes=4 << 20,
+        max_model_len=128,
+    )  # fmt: skip
+    for number in (0, 1, 2, *sharers):
+        assert bench.ask(engine, [number])[number] == alone[number]
+    assert engine.stats().num_blocks_from_host >= 4
+    assert hits(engine) == 2 * (16 + 32 + 16)
+
+
 # Controls.
 
 

@@ -284,7 +284,7 @@ class Engine:
             num_free_blocks=self._blocks.num_free,
             num_blocks=self._blocks.num_blocks,
             num_preemptions=scheduler.num_preemptions,
-            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            num_prefix_hit_tokens=scheduler.prefills.num_prefix_hit_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
             num_steps=self._times.num_steps,
             num_late_masks=self.gate.num_missed,
@@ -313,13 +313,13 @@ class Engine:
         self._times.launching(batch, now, in_flight=bool(self.pending))
         step = batch.to_step() if self.planned is None else self.planned[1]
         self.planned = None
-        step.compute.block_saves, step.compute.block_loads = self._blocks.host.copies()
+        self._blocks.add_copies(step.compute)
         try:
             pending = self.runner.execute(step)
         except self._out_of_memory as error:
             self._fail_largest(batch, error)
             return
-        self._blocks.host.launched()
+        self._blocks.launched()
         self._times.num_steps += 1
         self.pending.append((self.scheduler.step, batch, pending))
         self.gate.launched(batch, pending)

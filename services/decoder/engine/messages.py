@@ -231,6 +231,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
             its prompt.
         max_adapters: number of slots for adapters.
         num_host_blocks: number of slots for copies of KV blocks in the host's memory.
+        num_host_states: number of slots for copies of checkpoints there.
     """
 
     model_name: str
@@ -255,6 +256,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     task: str = "generate"
     max_adapters: int = 0
     num_host_blocks: int = 0
+    num_host_states: int = 0
 
 
 class Logprobs(msgspec.Struct, array_like=True):

@@ -50,8 +50,8 @@ class RowStart(msgspec.Struct, array_like=True, frozen=True):
         sequence_id: id of the sequence, for logs and tests.
         position_delta: number that is added to the index of a completion token in the sequence to
             get its position on each axis.
-        checkpoint: slot with the recurrent state from which the row starts; -1 if the sequence is
-            computed from its first token on, so that it starts from no state.
+        checkpoint: slot with the recurrent state from which the row starts, or `-2 - slot` of the
+            host; -1 if the sequence is computed from its first token on, from no state.
     """
 
     row: int
@@ -123,10 +123,9 @@ class ComputeStep(msgspec.Struct, array_like=True):
             tokens, number m of most likely tokens to report at each place.
         adapters: `[S]`, slot of the adapter of each chunk's sequence, -1 for none. None if no
             sequence of the step has an adapter.
-        block_saves: `[n, 2]`, KV blocks that are copied to the host before the step changes any
-            block: block, slot of the host. None if none is.
-        block_loads: `[n, 2]`, KV blocks that are then copied from the host: block, slot. None if
-            none is.
+        block_saves, checkpoint_saves: `[n, 2]`, KV blocks and checkpoints that are copied to the
+            host before the step changes any: id, slot of the host. None if there are none.
+        block_loads: `[n, 2]`, KV blocks that are then copied from the host: id, slot of the host.
         has_drafts: True if sequences verify drafts. Each of these sequences has several chunks of
             one token, one after the other (`schedule.chunk`).
         folds: `[F, 2]`, accepted drafts by which the rows' recurrent states are advanced in this
@@ -150,6 +149,7 @@ class ComputeStep(msgspec.Struct, array_like=True):
     adapters: Int64Array | None = None
     block_saves: Int64Array | None = None
     block_loads: Int64Array | None = None
+    checkpoint_saves: Int64Array | None = None
     has_drafts: bool = False
     folds: Int64Array | None = None
 

@@ -54,6 +54,12 @@ def test_a_head_needs_the_speculation_that_uses_it() -> None:
         read(SPECULATION="lookup", SPECULATION_HEAD="/base")
 
 
+def test_states_of_drafts_are_not_kept_on_the_host() -> None:
+    assert read(SPECULATION="lookup", KV_HOST_BYTES="1000000").kv_host_bytes == 1000000
+    with pytest.raises(SettingsError, match="kv_host_bytes does not go with speculation mtp"):
+        read(SPECULATION="mtp", KV_HOST_BYTES="1000000")
+
+
 def test_settings_cross_to_the_engine_process_unchanged():
     settings = read(MAX_MODEL_LEN="4096", KV_CACHE_BYTES="1000000", DEVICE="cuda:1")
     assert DecoderSettings.model_validate_json(settings.model_dump_json()) == settings

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.decoder.engine.messages import ImageSpan
+from services.decoder.engine.messages import ImageSpan, ResetPrefixCache
 from services.decoder.engine.schedule.recurrent_states import RecurrentStates, checkpoint_boundaries
 from services.decoder.engine.schedule.sequence import Sequence
 from services.decoder.engine.step import RowStart
@@ -30,14 +30,16 @@ from tests.integrity import check_checkpoints
     checkpoints=st.integers(0, 4),
     state_tokens=st.sampled_from((1, 8, 16)),
     drafts=st.none() | st.tuples(st.integers(1, 6), st.sampled_from([0.0, 0.5, 0.9, 1.0])),
+    host=st.sampled_from([(0, 0), (3, 1), (60, 4)]),
 )
 def test_every_sequence_has_the_state_it_has_alone(
-    program, engine, failure, checkpoints, state_tokens, drafts
+    program, engine, failure, checkpoints, state_tokens, drafts, host
 ):
     max_drafts, share = drafts or (0, 0.0)
     harness = harness_of(
-        checkpoints, state_tokens=state_tokens, max_drafts=max_drafts, right_drafts=share, **engine
-    )
+        checkpoints, state_tokens=state_tokens, max_drafts=max_drafts, right_drafts=share,
+        num_host_blocks=host[0], num_host_states=host[1], **engine,
+    )  # fmt: skip
     play(harness, program, failure)
 
 
@@ -152,6 +154,32 @@ def test_a_preempted_sequence_begins_at_its_checkpoint() -> None:
     harness.run()
     assert harness.engine.stats().num_preemptions > 0
     assert harness.runner.num_restored > 0
+    harness.assert_all_as_alone()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("checkpoints", [1, 8])  # the state leaves for another, or with its blocks
+def test_a_state_that_has_left_the_device_comes_back_from_the_host(
+    overlap: bool, checkpoints: int
+) -> None:
+    harness = harness_of(
+        checkpoints, num_blocks=26, num_host_blocks=60, num_host_states=8, overlap=overlap
+    )
+    for number in range(8):
+        harness.add(add_message(number, prompt_of(number % 4, 50), max_tokens=3))
+        harness.run()
+    assert hits(harness) == 4 * 40
+    assert harness.runner.num_restored_from_host == 4
+    harness.assert_all_as_alone()
+
+
+def test_a_reset_forgets_the_states_on_the_host() -> None:
+    harness = harness_of(num_blocks=26, num_host_blocks=60, num_host_states=8)
+    for number in range(8):
+        harness.add(add_message(number, prompt_of(number % 4, 50), max_tokens=3))
+        harness.run()
+        harness.engine.handle(ResetPrefixCache())
+    assert hits(harness) == 0
     harness.assert_all_as_alone()
 
 

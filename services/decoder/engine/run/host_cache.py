@@ -1,8 +1,9 @@
-"""Slots in the memory of the host for copies of KV blocks; `schedule.host_blocks` assigns them.
+"""Slots in the memory of the host for copies of KV blocks and of recurrent states.
 
-On a GPU the copies to and from the host run on a stream of their own, beside the computation. The
-stream of the computation only moves blocks between the pool and a buffer on the device. It waits
-for the other stream before it overwrites the buffer, or reads blocks from it. The host never waits.
+`schedule.host_slots` assigns the slots. On a GPU the copies to and from the host run on a stream of
+their own, beside the computation. The stream of the computation only moves blocks between a pool
+and a buffer on the device. It waits for the other stream before it overwrites the buffer, or reads
+blocks from it. The host never waits.
 """
 
 import numpy as np
@@ -10,65 +11,115 @@ import torch
 from torch import Tensor
 
 from services.common.nn.pinned import pin
-from services.decoder.engine.step import Int64Array
+from services.decoder.engine.run.graphs import DeviceState
+from services.decoder.engine.step import ComputeStep, Int64Array
 
-# Size of the buffer on the device. Copies of more blocks than it has room for wait for each other.
+# Size of the buffer for KV blocks on the device. Copies of more blocks wait for each other.
 BUFFER_BYTES = 128 << 20
+_BUFFERED_STATES = 2  # states are larger than blocks, and few are copied in a step
 
 
 class HostCache:
-    """Copies blocks between the pool and the slots. Each rank has the slots of its own heads.
+    """The copies of a step. Each rank has the slots of its own heads.
 
     Args:
-        pool: the pool of keys and values, `[num_layers, num_blocks, ...]`.
-        num_slots: number of slots.
+        state: the pools on the device.
+        num_blocks: number of slots for KV blocks.
+        num_states: number of slots for recurrent states.
     """
 
-    def __init__(self, pool: Tensor, num_slots: int) -> None:
-        num_layers, num_blocks = pool.shape[:2]
-        # Elements are copied as integers of 8 bytes, whatever their type is.
-        words = pool.view(num_layers, num_blocks, -1).view(torch.int64)
-        self._blocks = words.transpose(0, 1)  # [num_blocks, num_layers, words]
-        sizes = num_layers, words.shape[2]
-        pages = np.zeros(num_slots * sizes[0] * sizes[1], np.int64)
-        self._slots = torch.from_numpy(pages).view(num_slots, *sizes)
-        self._device = _DeviceBuffer(self._blocks, self._slots) if pool.is_cuda else None
+    def __init__(self, state: DeviceState, num_blocks: int, num_states: int) -> None:
+        block_bytes = state.kv_cache[:, 0].nbytes
+        self._blocks = HostPool(state.kv_cache, num_blocks, max(1, BUFFER_BYTES // block_bytes))
+        self._states: list[tuple[HostPool, Tensor]] = []
+        if num_states:
+            saved, rows = state.checkpoints, state.states
+            assert saved is not None and rows is not None
+            self._states = [
+                (HostPool(pool, num_states, _BUFFERED_STATES), of_rows)
+                for pool, of_rows in ((saved.conv, rows.conv), (saved.recurrent, rows.recurrent))
+            ]
 
-    def copy(self, saves: Int64Array | None, loads: Int64Array | None) -> None:
-        """Copies blocks to slots, and then slots to blocks.
+    def copy(self, step: ComputeStep) -> None:
+        """Copies what the step saves and loads, and the states from which rows start."""
+        if step.block_saves is not None:
+            self._blocks.save(step.block_saves)
+        if step.block_loads is not None:
+            self._blocks.load(step.block_loads)
+        starts = [(s.row, -2 - s.checkpoint) for s in step.row_starts if s.checkpoint < -1]
+        for pool, of_rows in self._states:
+            if step.checkpoint_saves is not None:
+                pool.save(step.checkpoint_saves)
+            if starts:
+                pool.load(np.array(starts, np.int64), of_rows)
+
+
+class HostPool:
+    """Slots for copies of the blocks of a pool.
+
+    Args:
+        pool: `[num_layers, num_blocks, ...]` on the device that computes.
+        num_slots: number of slots.
+        num_buffered: number of blocks that fit into the buffer, on a GPU.
+    """
+
+    def __init__(self, pool: Tensor, num_slots: int, num_buffered: int) -> None:
+        self._pool = _by_block(pool)
+        sizes = self._pool.shape[1:]
+        pages = np.zeros(num_slots * sizes.numel(), np.int64)
+        self._slots = torch.from_numpy(pages).view(num_slots, *sizes)
+        self._buffer = None
+        if pool.is_cuda:
+            self._buffer = _DeviceBuffer(self._pool, self._slots, num_buffered)
+
+    def save(self, copies: Int64Array) -> None:
+        """Copies blocks to slots.
 
         Args:
-            saves: `ComputeStep.block_saves`.
-            loads: `ComputeStep.block_loads`.
+            copies: `[n, 2]`, block and slot.
         """
-        if saves is not None:
-            blocks, slots = torch.from_numpy(saves.copy()).unbind(1)
-            if self._device is None:
-                self._slots[slots] = self._blocks[blocks]
-            else:
-                self._device.save(blocks, slots)
-        if loads is not None:
-            blocks, slots = torch.from_numpy(loads.copy()).unbind(1)
-            if self._device is None:
-                self._blocks[blocks] = self._slots[slots]
-            else:
-                self._device.load(blocks, slots)
+        blocks, slots = torch.from_numpy(copies.copy()).unbind(1)
+        if self._buffer is None:
+            self._slots[slots] = self._pool[blocks]
+        else:
+            self._buffer.save(blocks, slots)
+
+    def load(self, copies: Int64Array, target: Tensor | None = None) -> None:
+        """Copies slots to blocks.
+
+        Args:
+            copies: `[n, 2]`, block and slot.
+            target: `[num_layers, num_blocks, ...]`, the pool of the blocks. Defaults to the pool
+                from which the slots were saved.
+        """
+        blocks, slots = torch.from_numpy(copies.copy()).unbind(1)
+        pool = self._pool if target is None else _by_block(target)
+        if self._buffer is None:
+            pool[blocks] = self._slots[slots]
+        else:
+            self._buffer.load(blocks, slots, pool)
+
+
+def _by_block(pool: Tensor) -> Tensor:
+    """Returns a view `[num_blocks, num_layers, words]`. A word has 8 bytes, whatever the dtype."""
+    words = pool.view(*pool.shape[:2], -1).view(torch.int64)
+    return words.transpose(0, 1)
 
 
 class _DeviceBuffer:
     """The way of blocks between a GPU and the slots.
 
     Args:
-        blocks: `[num_blocks, num_layers, words]`, the pool.
+        pool: `[num_blocks, num_layers, words]`, from which blocks are saved.
         slots: `[num_slots, num_layers, words]` in the memory of the host, which is pinned here.
+        count: number of blocks that fit into the buffer.
     """
 
-    def __init__(self, blocks: Tensor, slots: Tensor) -> None:
+    def __init__(self, pool: Tensor, slots: Tensor, count: int) -> None:
         pin(slots)
-        self._blocks, self._slots = blocks, slots
-        self._count = max(1, BUFFER_BYTES // slots[0].nbytes)
-        self._buffer = blocks.new_empty((self._count, *slots.shape[1:]))
-        self._stream = torch.cuda.Stream(blocks.device)
+        self._pool, self._slots, self._count = pool, slots, count
+        self._buffer = pool.new_empty((count, *slots.shape[1:]))
+        self._stream = torch.cuda.Stream(pool.device)
         self._moved = torch.cuda.Event()  # when the main stream has last used the buffer
 
     def save(self, blocks: Tensor, slots: Tensor) -> None:
@@ -77,15 +128,15 @@ class _DeviceBuffer:
         for ids, targets in zip(blocks.split(self._count), slots.split(self._count), strict=True):
             buffer = self._buffer[: len(ids)]
             main.wait_stream(self._stream)
-            torch.index_select(self._blocks, 0, self._upload(ids), out=buffer)
+            torch.index_select(self._pool, 0, self._upload(ids), out=buffer)
             self._moved.record(main)
             self._stream.wait_event(self._moved)
             with torch.cuda.stream(self._stream):
                 for block, slot in zip(buffer, targets.tolist(), strict=True):
                     self._slots[slot].copy_(block, non_blocking=True)
 
-    def load(self, blocks: Tensor, slots: Tensor) -> None:
-        """Copies slots to blocks. The ids are int64 on the host."""
+    def load(self, blocks: Tensor, slots: Tensor, pool: Tensor) -> None:
+        """Copies slots to blocks of a pool. The ids are int64 on the host."""
         main = torch.cuda.current_stream()
         for ids, sources in zip(blocks.split(self._count), slots.split(self._count), strict=True):
             buffer = self._buffer[: len(ids)]
@@ -94,8 +145,8 @@ class _DeviceBuffer:
                 for block, slot in zip(buffer, sources.tolist(), strict=True):
                     block.copy_(self._slots[slot], non_blocking=True)
             main.wait_stream(self._stream)
-            self._blocks.index_copy_(0, self._upload(ids), buffer)
+            pool.index_copy_(0, self._upload(ids), buffer)
             self._moved.record(main)
 
     def _upload(self, ids: Tensor) -> Tensor:
-        return ids.pin_memory().to(self._blocks.device, non_blocking=True)
+        return ids.pin_memory().to(self._pool.device, non_blocking=True)

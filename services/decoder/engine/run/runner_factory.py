@@ -23,7 +23,7 @@ from kernels.linear_attention.states import PIECE, StateCache
 from kernels.rows import DeviceRows
 from services.common.adapter_config import AdapterConfig
 from services.common.families import read_spec
-from services.common.model_spec import ModelSpec, TextSpec, UnsupportedOption, longest_context
+from services.common.model_spec import ModelSpec, TextSpec, longest_context
 from services.common.nn.adapter import Adapter
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.device import resolve_device, resolve_dtype
@@ -171,7 +171,6 @@ def create_runner(
         torch.cuda.set_device(device)
     ranks = ranks.with_peers(options.max_batched_tokens, spec.text.hidden_size, dtype, device)
     text = rank_spec(spec.text, ranks)
-    _check_host_cache(text, options)
     fp8_cache = options.fp8_cache or _has_fp8_scales(spec)
     if options.draft_head:
         spec = with_draft_head(
@@ -223,7 +222,7 @@ def create_runner(
                 num_blocks=num_blocks,
                 max_model_len=max_model_len,
                 num_checkpoints=num_checkpoints,
-                num_host_blocks=options.kv_host_bytes // shape.block_bytes,
+                **_host_slots(text, options, shape, dtype, num_checkpoints),
                 num_weight_tokens=_weight_bytes(model) * shape.block_size // shape.block_bytes,
             )
         )
@@ -424,13 +423,25 @@ def _device_budget(options: RunnerOptions, device: torch.device, forward_peak: i
     return budget - (BUFFER_BYTES if options.kv_host_bytes else 0)
 
 
-def _check_host_cache(text: TextSpec, options: RunnerOptions) -> None:
-    """Raises UnsupportedOption if blocks are to be copied to the host that are useless alone."""
-    if options.kv_host_bytes and text.linear_attention is not None:
-        raise UnsupportedOption(
-            "kv_host_bytes is not served for models with recurrent states, because only their KV "
-            "blocks would be copied to the host, and not the states that belong to them"
-        )
+def _host_slots(
+    text: TextSpec,
+    options: RunnerOptions,
+    shape: KVCacheShape,
+    dtype: torch.dtype,
+    checkpoints: int,
+) -> dict[str, int]:
+    """Returns the numbers of the host's slots. Of a model with recurrent states, which has
+    `checkpoints` of them on the device, a quarter of the memory is for states.
+    """
+    budget, num_states = options.kv_host_bytes, 0
+    if text.linear_attention is not None:
+        size = StateCache.slot_bytes(text.linear_attention, len(text.linear_layers), dtype)
+        num_states = budget // 4 // size if checkpoints else 0
+        budget -= num_states * size
+    return {
+        "num_host_blocks": budget // shape.block_bytes,
+        "num_host_states": num_states,
+    }
 
 
 def _count_checkpoints(
@@ -464,6 +475,7 @@ def _log_ready(
         "kv_cache_dtype": str(shape.dtype).removeprefix("torch."),
         "num_checkpoints": info.num_checkpoints,
         "num_host_blocks": info.num_host_blocks,
+        "num_host_states": info.num_host_states,
         "max_model_len": info.max_model_len,
         "seconds": round(seconds, 2),
     }

@@ -95,7 +95,7 @@ class StepComputer:
         self._ranks = ranks
         self._host_cache: HostCache | None = None
         if info.num_host_blocks:
-            self._host_cache = HostCache(state.kv_cache, info.num_host_blocks)
+            self._host_cache = HostCache(state, info.num_host_blocks, info.num_host_states)
         state.rows.blocks[self.scratch_row] = info.num_blocks
         chunks = _max_chunks(info)
         tokens = max(info.max_batched_tokens, chunks)
@@ -143,7 +143,7 @@ class StepComputer:
     def upload(self, step: ComputeStep, inputs: StepInputs) -> None:
         """Uploads a staged step, and changes rows and blocks on the device as the step says."""
         if self._host_cache is not None:
-            self._host_cache.copy(step.block_saves, step.block_loads)
+            self._host_cache.copy(step)
         for start in step.row_starts:
             if start.checkpoint >= 0:
                 states, checkpoints = self.state.states, self.state.checkpoints

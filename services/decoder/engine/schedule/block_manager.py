@@ -13,10 +13,11 @@ and the device runs the steps in order, so the contents are there by then.
 
 from collections import OrderedDict
 
-from services.decoder.engine.schedule.host_blocks import HostBlocks
+from services.decoder.engine.schedule.host_slots import HostSlots
 from services.decoder.engine.schedule.prefix_hash import extend_hashes
 from services.decoder.engine.schedule.recurrent_states import NoStates
 from services.decoder.engine.schedule.sequence import Sequence
+from services.decoder.engine.step import ComputeStep
 
 
 class BlockManager:
@@ -50,7 +51,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.states = states or NoStates()
-        self.host = HostBlocks(num_host_blocks)
+        self.host = HostSlots(num_host_blocks)
         self.num_registrations = 0
         self.references = [0] * num_blocks
         self.blank = list(range(num_blocks - 1, -1, -1))
@@ -71,7 +72,7 @@ class BlockManager:
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Returns the ids of the blocks that have the sequence's longest cached prefix: of
-        registered blocks, and negative ones of blocks in the host's memory (`HostBlocks`).
+        registered blocks, and negative ones of blocks in the host's memory (`HostSlots`).
 
         With recurrent states, the prefix ends at a checkpoint. The sequence's last token is never
         part of the prefix, because it has to be computed so that a next token can be sampled. If
@@ -177,8 +178,25 @@ class BlockManager:
     def reset(self) -> None:
         """Empties the prefix cache. Sequences keep the blocks that they own."""
         self.host.clear()
-        for block in list(self.hash_of):
+        self.states.host.clear()
+        for block, block_hash in list(self.hash_of.items()):
+            self.states.drop(block_hash)
             self._unregister(block)
+
+    def add_copies(self, step: ComputeStep) -> None:
+        """Adds the planned copies to and from the host to a step that is launched now."""
+        step.block_saves, step.block_loads = self.host.copies()
+        step.checkpoint_saves, _ = self.states.host.copies()
+
+    def launched(self) -> None:
+        """Notes that the step with the planned copies was launched."""
+        self.host.launched()
+        self.states.host.launched()
+
+    def launch_failed(self) -> None:
+        """Notes that the launch of the step has failed. See `HostSlots.failed`."""
+        self.host.failed()
+        self.states.host.failed()
 
     def _take(self) -> int:
         if self.blank:
@@ -186,6 +204,7 @@ class BlockManager:
         else:
             block, _ = self.reusable.popitem(last=False)
             self.host.save(self.hash_of[block], block)
+            self.states.evict(self.hash_of[block])
             self._unregister(block)
         self.references[block] = 1
         return block
@@ -201,7 +220,6 @@ class BlockManager:
         block_hash = self.hash_of.pop(block, None)
         if block_hash is not None:
             del self.block_of[block_hash]
-            self.states.drop(block_hash)
             if block in self.reusable:
                 del self.reusable[block]
                 self.blank.append(block)

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable
 
 from services.decoder.engine.messages import EngineInfo
+from services.decoder.engine.schedule.host_slots import HostSlots
 from services.decoder.engine.schedule.prefix_hash import extend_hashes
 from services.decoder.engine.schedule.sequence import Sequence
 
@@ -21,7 +22,17 @@ _PROMPT_TAIL_TOKENS = 8
 
 
 class NoStates:
-    """The states of a model without linear attention, of which a prefix is its blocks alone."""
+    """The states of a model without linear attention, of which a prefix is its blocks alone.
+
+    Args:
+        num_host_slots: number of slots for copies of checkpoints in the host's memory.
+
+    Attributes:
+        host: the copies in the host's memory.
+    """
+
+    def __init__(self, num_host_slots: int = 0) -> None:
+        self.host = HostSlots(num_host_slots)
 
     def __contains__(self, block_hash: bytes) -> bool:
         """Returns whether a sequence can go on behind a prefix that ends with this block."""
@@ -29,6 +40,9 @@ class NoStates:
 
     def drop(self, block_hash: bytes) -> None:
         """Forgets the checkpoint at a block that is not in the prefix cache any more."""
+
+    def evict(self, block_hash: bytes) -> None:
+        """Moves the checkpoint to the host, because the block leaves the KV cache."""
 
     def admitted(self, sequence: Sequence) -> None:
         """Notes that the sequence has a row and a cached prefix of `num_computed_tokens`."""
@@ -82,6 +96,7 @@ class RecurrentStates(NoStates):
     def __init__(self, info: EngineInfo, least: int = 256) -> None:
         if info.max_tokens_per_step > 1:
             raise ValueError("recurrent states cannot be taken back: max_tokens_per_step must be 1")
+        super().__init__(info.num_host_states)
         self.least = least
         self.num_slots = info.num_checkpoints
         self._block_size, self.state_tokens = info.block_size, info.state_tokens
@@ -90,12 +105,16 @@ class RecurrentStates(NoStates):
         self.planned: dict[int, bytes] = {}
 
     def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self.slot_of
+        return block_hash in self.slot_of or self.host.find(block_hash) is not None
 
     def use(self, block_hash: bytes) -> int:
-        """Returns the slot of a checkpoint, which counts as used."""
-        self.slot_of.move_to_end(block_hash)
-        return self.slot_of[block_hash]
+        """Returns the slot of a checkpoint, which counts as used; `-2 - slot` if it is only in a
+        slot of the host.
+        """
+        if block_hash in self.slot_of:
+            self.slot_of.move_to_end(block_hash)
+            return self.slot_of[block_hash]
+        return self.host.use(block_hash) - 1
 
     def reserve(self, block_hash: bytes, in_use: Container[int]) -> int:
         """Returns a slot for a new checkpoint, to be committed or abandoned.
@@ -111,7 +130,7 @@ class RecurrentStates(NoStates):
         if not self.free:
             for name, slot in self.slot_of.items():
                 if slot not in in_use:
-                    self.drop(name)
+                    self.evict(name)
                     break
             else:
                 return -1
@@ -129,8 +148,15 @@ class RecurrentStates(NoStates):
             self.free.append(slot)
 
     def drop(self, block_hash: bytes) -> None:
+        self.host.drop(block_hash)
         slot = self.slot_of.pop(block_hash, None)
         if slot is not None:
+            self.free.append(slot)
+
+    def evict(self, block_hash: bytes) -> None:
+        slot = self.slot_of.pop(block_hash, None)
+        if slot is not None:
+            self.host.save(block_hash, slot)
             self.free.append(slot)
 
     def admitted(self, sequence: Sequence) -> None:

@@ -120,11 +120,6 @@ class Scheduler:
         return self.prefills.num_preemptions
 
     @property
-    def num_prefix_hit_tokens(self) -> int:
-        """Number of prompt tokens found in the prefix cache so far."""
-        return self.prefills.num_prefix_hit_tokens
-
-    @property
     def has_work(self) -> bool:
         """True if a step can be planned without a further message: at once, or after the tokens in
         flight have arrived.
@@ -261,7 +256,7 @@ class Scheduler:
         their tokens again, because the contents of their rows on the device are undefined.
         """
         self.roll_back(batch)
-        self.blocks.host.failed()
+        self.blocks.launch_failed()
         for chunk in batch.chunks:
             self.blocks.states.abandon(chunk.checkpoints)
             self._preempt(chunk.sequence)

@@ -1,9 +1,9 @@
-"""Copies of KV blocks in the memory of the host: which slot has which block. Pure Python.
+"""Slots in the memory of the host for KV blocks and recurrent states. Pure Python.
 
 A block that is found in the prefix cache is lost when it is given to another sequence for new
-contents. With a host cache, the step that changes the block first copies it to a slot of the host's
-memory. A later prompt with the same prefix finds the slot, takes a new block, and the step in which
-its first tokens are computed first copies the slot to that block.
+contents, and so is a checkpoint of a recurrent state. With slots on the host, the step that changes
+the block first copies it to a slot. A later prompt with the same prefix finds the slot and takes a
+new block, and the step that computes the prompt first copies the slot to that block.
 
 The device runs all copies in the order of the steps. Within a step, the saves come first, then the
 loads, then the computation. Therefore neither the scheduler nor the device waits for a copy, and a
@@ -18,23 +18,25 @@ import numpy as np
 from services.decoder.engine.step import Int64Array
 
 
-class HostBlocks:
+class HostSlots:
     """Owner of the slots; a new copy replaces the least recently used one.
 
-    In a list of block ids, `-1 - slot` stands for a block that is only in a slot.
+    A copy is named by the hash of its block, or of the block at whose end the state is. Among ids
+    of blocks or checkpoints, `-1 - slot` stands for a copy.
 
     Args:
         num_slots: number of slots. 0 if there is no host cache.
 
     Attributes:
-        slot_of: slot of each copy by the block's hash, least recently used first.
-        saves: copies that the next launched step makes before all else: slot by block.
-        loads: copies that it makes next: slot by block.
+        slot_of: slot of each copy by its name, least recently used first.
+        saves: copies that the next launched step makes before all else: slot by id of the block or
+            checkpoint.
+        loads: copies that it makes next: slot by id of the block.
         free: slots without a copy.
         saving: slots of `saves`.
         dropped: slots that are free when the next step is launched.
-        num_saved: number of blocks saved so far.
-        num_loaded: number of blocks loaded so far.
+        num_saved: number of saves so far.
+        num_loaded: number of loads so far.
     """
 
     def __init__(self, num_slots: int = 0) -> None:
@@ -49,7 +51,7 @@ class HostBlocks:
         self.dropped: list[int] = []
 
     def find(self, block_hash: bytes) -> int | None:
-        """Returns the id of a block that can be loaded in the next step, or None.
+        """Returns the id of a copy that can be loaded in the next step, or None.
 
         A copy that the next step is yet to save is not found. If the launch of that step fails, the
         copy is undefined, and no sequence may depend on it by then.
@@ -57,28 +59,39 @@ class HostBlocks:
         slot = self.slot_of.get(block_hash)
         return None if slot is None or slot in self.saving else -1 - slot
 
-    def claim(self, blocks: Iterable[int]) -> None:
-        """Keeps the slots in a list of block ids until the next step is launched."""
-        self._claimed.update([-1 - block for block in blocks if block < 0])
+    def claim(self, ids: Iterable[int]) -> None:
+        """Keeps the copies among the ids until the next step is launched."""
+        self._claimed.update([-1 - number for number in ids if number < 0])
+
+    def use(self, block_hash: bytes) -> int:
+        """Returns the id of a copy that was found, and keeps it until the next step is launched."""
+        self.slot_of.move_to_end(block_hash)
+        number = -1 - self.slot_of[block_hash]
+        self.claim([number])
+        return number
 
     def load(self, block_hash: bytes, block: int) -> None:
         """Plans to copy a claimed slot to a block."""
         self.slot_of.move_to_end(block_hash)
         self.loads[block] = self.slot_of[block_hash]
 
-    def save(self, block_hash: bytes, block: int) -> None:
-        """Plans to copy a block, which may get new contents in the next step, to a slot.
+    def save(self, block_hash: bytes, number: int) -> None:
+        """Plans to copy what may get new contents in the next step.
 
-        Nothing is copied if a slot has the block already, or if the next step uses all slots.
+        Nothing is copied if there is a copy already, or if the next step uses all slots.
+
+        Args:
+            block_hash: name of the copy.
+            number: id of the block or of the checkpoint.
         """
         if block_hash in self.slot_of:
             self.slot_of.move_to_end(block_hash)
         elif self.free or self._evict():
-            slot = self.slot_of[block_hash] = self.saves[block] = self.free.pop()
+            slot = self.slot_of[block_hash] = self.saves[number] = self.free.pop()
             self.saving.add(slot)
 
     def drop(self, block_hash: bytes) -> None:
-        """Forgets the copy of a block, whose contents are wrong."""
+        """Forgets a copy, because its contents are wrong."""
         if (slot := self.slot_of.pop(block_hash, None)) is not None:
             self.dropped.append(slot)
 
@@ -88,7 +101,7 @@ class HostBlocks:
             self.drop(block_hash)
 
     def copies(self) -> tuple[Int64Array | None, Int64Array | None]:
-        """Returns `ComputeStep.block_saves` and `ComputeStep.block_loads`."""
+        """Returns the planned saves and loads, `[n, 2]`: id, slot. None if there are none."""
         saves = np.array(list(self.saves.items()), np.int64) if self.saves else None
         loads = np.array(list(self.loads.items()), np.int64) if self.loads else None
         return saves, loads
@@ -105,8 +118,8 @@ class HostBlocks:
     def failed(self) -> None:
         """Notes that the launch of a step with the planned copies has failed.
 
-        The step may have changed the blocks before they were saved, so the saved copies are
-        forgotten. The next step makes the loads once more.
+        The step may have changed what it was to save first, so these copies are forgotten. The next
+        step makes the loads once more.
         """
         for block_hash in [name for name, slot in self.slot_of.items() if slot in self.saving]:
             self.drop(block_hash)

@@ -5,11 +5,11 @@ import random
 import pytest
 
 from services.decoder.engine.messages import ResetPrefixCache
-from services.decoder.engine.schedule.host_blocks import HostBlocks
+from services.decoder.engine.schedule.host_slots import HostSlots
 from tests.engine_harness import Harness, prompt_of
 from tests.engine_programs import fail_at
 from tests.fake_runner import add_message
-from tests.integrity import check_host_blocks
+from tests.integrity import check_host_slots
 
 SIZE = 4  # tokens of a block
 
@@ -83,7 +83,7 @@ def test_a_poisoned_prompt_is_not_found_on_the_host() -> None:
     assert any(known)
     blocks.invalidate(running)
     assert not any(each in blocks.host.slot_of for each in running.block_hashes)
-    check_host_blocks(blocks.host)
+    check_host_slots(blocks.host)
 
 
 def crowd(seed: int, num_host_blocks: int, *, failing: bool) -> Harness:
@@ -114,7 +114,7 @@ def test_answers_are_those_of_sequences_alone(seed: int) -> None:
     assert harness.engine.stats().num_blocks_from_host > 10
 
 
-def _forgets_what_is_not_written(host: HostBlocks, block_hash: bytes) -> int | None:
+def _forgets_what_is_not_written(host: HostSlots, block_hash: bytes) -> int | None:
     slot = host.slot_of.get(block_hash)
     return None if slot is None else -1 - slot
 
@@ -130,7 +130,7 @@ RULES = {
 def test_an_answer_is_wrong_if_a_rule_is_dropped(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HostBlocks, rule, RULES[rule])
+    monkeypatch.setattr(HostSlots, rule, RULES[rule])
 
     def wrong(seed: int) -> bool:
         try:
@@ -144,7 +144,7 @@ def test_an_answer_is_wrong_if_a_rule_is_dropped(
 
 
 def test_slots_are_reused_least_recently_used_first_and_not_while_a_step_uses_them() -> None:
-    host = HostBlocks(2)
+    host = HostSlots(2)
     host.save(b"1", 10)
     host.save(b"2", 11)
     host.save(b"3", 12)  # both slots are used by the next step
@@ -166,4 +166,4 @@ def test_slots_are_reused_least_recently_used_first_and_not_while_a_step_uses_th
     assert host.find(b"3") is None
     host.launched()
     assert host.copies() == (None, None) and host.num_loaded == 1
-    check_host_blocks(host)
+    check_host_slots(host)
