@@ -97,8 +97,8 @@ class DecoderSettings(EngineServiceSettings):
             raise ValueError("speculation_head is only used with speculation mtp")
         if self.kv_host_bytes and self.speculation == "mtp":
             raise ValueError(
-                "kv_host_bytes does not go with speculation mtp, whose hidden states at checkpoints "
-                "are not copied to the host"
+                "kv_host_bytes does not go with speculation mtp, whose hidden states at checkpoints"
+                " are not copied to the host"
             )
         return self
 
