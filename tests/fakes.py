@@ -21,7 +21,13 @@ from services.common.errors import (
 )
 from services.common.frame_pairs import Clip
 from services.common.geometry import Unit
-from services.common.images.image_key import embedding_key, frames_key, image_key, still_digest
+from services.common.images.image_key import (
+    adapted_salt,
+    embedding_key,
+    frames_key,
+    image_key,
+    still_digest,
+)
 from services.common.pb import decoder_pb2, encoder_pb2
 from services.common.spans import TRACEPARENT
 from services.common.transport import rpc
@@ -193,7 +199,8 @@ class FakeEncoder(_FakeServer):
         return encoder_pb2.DownloadResponse(file=b"" if request.forget else file)
 
     def _key(self, request, unit):
-        prefix, salt = self.description.key_prefix, request.cache_salt
+        prefix = self.description.key_prefix
+        salt = adapted_salt(request.cache_salt, request.adapter)
         if request.is_embedding:
             return embedding_key(prefix, request.image, unit=unit, salt=salt)
         if not request.HasField("frames"):

@@ -528,6 +528,8 @@ def _engines(
             # An exported port can only be used if there is one process of the kind.
             alone = len(places) == 1
             (own if alone else variables)["METRICS_PORT"] = str(ports.claim(LOOPBACK, 0))
+            if kind == "encoder" and options.adapters:
+                variables["ADAPTERS"] = ",".join(options.adapters)
             if kind == "decoder":
                 variables["ENCODER_ADDRESSES"] = _addresses(found, "encoder")
                 variables |= {k: str(v) for k, v in limits.items() if v is not None}

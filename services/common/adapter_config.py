@@ -5,6 +5,7 @@ what the adapter computes are served or refused by name, and never ignored. Opti
 training reads are not looked at. This file imports no torch, because the gateway has none.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from services.common.model_spec import ModelSpecError, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
+PREFIX = "base_model.model."  # of the names of all tensors
+TOWER = "visual."  # of the names of the vision tower's modules, without the wrappers
+_WRAPPERS = re.compile(r"^(?:model\.|language_model\.)*")
+_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9._/:-]{1,128}")
 # Initializations that leave the base model as it is. Others, such as PiSSA, change the base weights
 # when training begins, so that the adapter belongs to weights that the base checkpoint lacks.
@@ -182,6 +187,34 @@ def adapter_digest(directory: Path | str) -> bytes:
         except OSError as error:
             raise AdapterError(f"{path} cannot be read: {error.strerror}") from None
     return hasher.digest()
+
+
+def named_digest(name: str, directory: Path) -> bytes:
+    """Returns a digest of 32 bytes of an adapter's name and files, by which services call it.
+
+    Raises:
+        AdapterError: a file cannot be read.
+    """
+    return blake3(name.encode() + b"\0" + adapter_digest(directory)).digest()
+
+
+def plain_name(name: str) -> str:
+    """Returns a module's or tensor's name without the wrappers around the language model."""
+    return _WRAPPERS.sub("", name)
+
+
+def adapts_tower(directory: Path | str) -> bool:
+    """Returns whether an adapter changes the vision tower, by the names of its tensors. False if
+    the file is malformed, which the engine says when it reads the file.
+    """
+    try:
+        with (Path(directory) / WEIGHTS).open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) if size <= _MAX_HEADER_BYTES else None
+    except (OSError, ValueError):
+        return False
+    names = cast("dict[str, object]", header if isinstance(header, dict) else {})
+    return any(plain_name(name.removeprefix(PREFIX)).startswith(TOWER) for name in names)
 
 
 def parse_adapters(value: str) -> dict[str, Path]:

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from services.common.adapter_config import parse_adapters
 
 
 class SettingsError(ValueError):
@@ -122,6 +132,9 @@ class EngineServiceSettings(PeerSettings):
             float32 on a CPU.
         merge_adapter: directory of a LoRA adapter that is folded into the weights while they are
             read. It is the same in all services.
+        adapters: LoRA adapters that are served by name beside the base model, as
+            `NAME=DIRECTORY,...`. An encoder needs adapters that change the vision tower, under the
+            names that decoders know. It ignores adapters that change no tower.
         load_format: `auto` reads safetensors files; `dummy` creates random weights.
         memory_fraction: share of the device's memory that the service may use.
         redis_url: URL of the Redis in which encoders store embeddings. If it is empty, embeddings
@@ -140,6 +153,7 @@ class EngineServiceSettings(PeerSettings):
     metrics_port: Port
     model: Path
     merge_adapter: Path | None = None
+    adapters: str = ""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
@@ -157,6 +171,17 @@ class EngineServiceSettings(PeerSettings):
                 f"{self.prefix}REDIS_DIRECTORY to a directory with the file seal-keys"
             )
         return self
+
+    @field_validator("adapters")
+    @classmethod
+    def _adapters_have_names(cls, value: str) -> str:
+        parse_adapters(value)
+        return value
+
+    @property
+    def named_adapters(self) -> dict[str, Path]:
+        """Directories of `adapters` by name."""
+        return parse_adapters(self.adapters)
 
     @property
     def wanted_task(self) -> str:

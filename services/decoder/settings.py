@@ -5,7 +5,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from services.common.adapter_config import parse_adapters
 from services.common.settings import Address, EngineServiceSettings, Port, split_list
 from services.decoder.images.known_encoders import KnownEncoders
 
@@ -47,8 +46,6 @@ class DecoderSettings(EngineServiceSettings):
             1 GiB, or a quarter of this size if that is less.
         kv_host_bytes: memory of the host for KV blocks that leave the KV cache, for each card. They
             are copied back when a prompt begins with them again.
-        adapters: LoRA adapters that are served by name beside the base model, as
-            `NAME=DIRECTORY,...`.
         max_adapters: largest number of loaded adapters. Adapters beyond those of `adapters` can be
             loaded while the decoder runs. Defaults to the number of `adapters`.
         max_adapter_rank: largest rank of an adapter, up to 256. Defaults to that of `adapters`, and
@@ -76,15 +73,9 @@ class DecoderSettings(EngineServiceSettings):
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
     kv_host_bytes: Annotated[int, Field(ge=0)] = 0
-    adapters: str = ""
     max_adapters: Annotated[int, Field(ge=0, le=256)] | None = None
     max_adapter_rank: Annotated[int, Field(ge=1, le=256)] | None = None
     encoder_addresses: str = ""
-
-    @property
-    def named_adapters(self) -> dict[str, Path]:
-        """Directories of `adapters` by name."""
-        return parse_adapters(self.adapters)
 
     @property
     def num_slots(self) -> int:
@@ -101,12 +92,6 @@ class DecoderSettings(EngineServiceSettings):
                 " are not copied to the host"
             )
         return self
-
-    @field_validator("adapters")
-    @classmethod
-    def _adapters_have_names(cls, value: str) -> str:
-        parse_adapters(value)
-        return value
 
     def max_drafts(self, device: str) -> int:
         """Returns the most drafts of a sequence in a step on a device. 0 without speculation."""

@@ -175,6 +175,7 @@ def describe(
         max_image_patches=min(arena_patches, _MAX_IMAGE_PATCHES),
         fingerprint=fingerprint,
         protocol=PROTOCOL,
+        adapters=ready.adapters,
     )
 
 

@@ -20,16 +20,18 @@ import torch
 from PIL import Image
 
 from kernels.device import DeviceFacts
+from services.common.adapter_config import AdapterConfig, adapts_tower, named_digest
 from services.common.families import read_spec
 from services.common.geometry import Geometry
 from services.common.images.image_key import key_prefix
 from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec, VisionSpec
-from services.common.nn.checkpoint import CheckpointError, fingerprint
+from services.common.nn.adapter import Adapter
+from services.common.nn.checkpoint import Checkpoint, CheckpointError, fingerprint
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.layer_formats import set_methods
-from services.common.nn.merged_checkpoint import open_checkpoint
+from services.common.nn.merged_checkpoint import MergedCheckpoint, open_checkpoint
 from services.common.nn.weights import DUMMY_FINGERPRINT, load_weights
 from services.common.process.channel import ChannelClosed, EngineChannel
 from services.common.process.engine_process import REFUSED, EngineEnd, accept, leave
@@ -99,8 +101,16 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     dtype_name = str(dtype).removeprefix("torch.")
     prepare_device(device, settings)
     model, weights = load_model(spec, settings, device, dtype)
+    adapted = load_adapted(spec, model.ops, settings, device, dtype)
     shares_device = settings.memory_fraction < _MEMORY_FRACTION_OF_SOLE_USER
-    runner = Runner(model, device, dtype, end.arena, shares_device=shares_device)
+    runner = Runner(
+        model,
+        device,
+        dtype,
+        end.arena,
+        adapted=list(adapted.values()),
+        shares_device=shares_device,
+    )
     decoders = create_decoders()
     # The videos of a single tenant leave one thread to other tenants and to images.
     num_threads = decoders.num_workers + 1
@@ -122,6 +132,7 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
                 dtype=dtype_name,
             ),
             on_gpu=device.type == "cuda",
+            adapters=list(adapted),
         )
     )
     freeze_gc()
@@ -218,13 +229,51 @@ def load_model(
         weights = DUMMY_FINGERPRINT.encode()
     else:
         checkpoint = open_checkpoint(spec, settings.merge_adapter, dtype)
-        set_methods(model, checkpoint, model.weight_map, spec.checkpoint.quantization)
-        load_weights(
-            model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
-        )
+        _fill(model, checkpoint, spec, device, dtype)
         weights = fingerprint(checkpoint, spec.checkpoint.vision_prefixes).encode()
     log.info("vision tower loaded in %s", dtype)
     return model.eval(), weights
+
+
+def _fill(
+    model: "VisionTower",
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    set_methods(model, checkpoint, model.weight_map, spec.checkpoint.quantization)
+    load_weights(
+        model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
+    )
+
+
+def load_adapted(
+    spec: ModelSpec, ops: Ops, settings: EncoderSettings, device: torch.device, dtype: torch.dtype
+) -> "dict[bytes, VisionTower]":
+    """Loads a tower for each adapter that changes the vision tower, with the adapter folded into
+    its weights. Returns them by the adapters' digests.
+
+    Raises:
+        AdapterError: an adapter cannot be folded into the tower's weights.
+        SettingsError: the towers' weights are not those of the checkpoint alone.
+    """
+    named = {name: path for name, path in settings.named_adapters.items() if adapts_tower(path)}
+    if named and (settings.merge_adapter is not None or settings.load_format == "dummy"):
+        raise SettingsError(
+            "ENCODER_ADAPTERS: adapters that change the vision tower are supported neither beside "
+            "ENCODER_MERGE_ADAPTER nor with random weights (ENCODER_LOAD_FORMAT=dummy)"
+        )
+    found: dict[bytes, VisionTower] = {}
+    for name, directory in named.items():
+        adapter = Adapter.read(AdapterConfig.read(directory)).of_tower()
+        checkpoint = MergedCheckpoint(Checkpoint.open(spec.directory), adapter, spec, dtype)
+        with torch.device("meta"):
+            model = create_tower(spec.vision_part.tower, ops, spec.checkpoint.vision_prefix)
+        _fill(model, checkpoint, spec, device, dtype)
+        found[named_digest(name, directory)] = model.eval()
+        log.info("vision tower of the adapter %s loaded", name)
+    return found
 
 
 def canonical_config(spec: ModelSpec) -> bytes:

@@ -74,6 +74,17 @@ def embedding_key(prefix: bytes, file: bytes, *, unit: Unit, salt: bytes) -> byt
     return _digest(_EMBEDDING_DOMAIN, (prefix, b"%d,%d,%d" % unit.grid, salt, file))
 
 
+def adapted_salt(salt: bytes, adapter: bytes) -> bytes:
+    """Returns the salt of keys of images that an adapter's vision tower encodes.
+
+    Args:
+        salt: salt of the request.
+        adapter: digest of the adapter. Empty for the tower of the base model, which leaves the
+            salt as it is.
+    """
+    return b"adapter" + blake3(adapter + salt).digest() if adapter else salt
+
+
 def still_digest(image: bytes) -> bytes:
     """Returns the digest, of 32 bytes, of an encoded image that is a frame of a video."""
     return blake3(image).digest(KEY_BYTES)

@@ -17,15 +17,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.common.adapter_config import WEIGHTS, AdapterConfig, AdapterError
+from services.common.adapter_config import (
+    PREFIX,
+    TOWER,
+    WEIGHTS,
+    AdapterConfig,
+    AdapterError,
+    plain_name,
+)
 
-_WRAPPERS = re.compile(r"^(?:model\.|language_model\.)*")
 _LOW_RANK = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?")
-
-
-def plain_name(name: str) -> str:
-    """Returns a module's or tensor's name without the wrappers around the language model."""
-    return _WRAPPERS.sub("", name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ class Adapter:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - `safe_open` does not return a mapping
-                    short = name.removeprefix("base_model.model.")
+                    short = name.removeprefix(PREFIX)
                     if short.endswith(".base_layer.weight"):
                         continue  # PEFT saves the unchanged weights of adapted embeddings, too
                     if match := _LOW_RANK.fullmatch(short):
@@ -116,6 +117,14 @@ class Adapter:
             if not module.endswith(config.saved_modules):  # as PEFT compares them
                 raise AdapterError(f"{path}: the tensor {name} is not known")
         return found
+
+    def of_tower(self) -> "Adapter":
+        """Returns the adapter's changes of the vision tower alone."""
+        return Adapter(
+            self.config,
+            linears={name: each for name, each in self.linears.items() if name.startswith(TOWER)},
+            saved={name: each for name, each in self.saved.items() if name.startswith(TOWER)},
+        )
 
     def _add(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Adds the factors of a module under PEFT's name."""

@@ -213,7 +213,7 @@ class AdapterStack:
 
 
 def held(tensor: Tensor, share: Share, dim: int) -> Tensor:
-    """Returns the part of a tensor that a share of one of its dimensions holds."""
+    """Returns the part of a tensor that a share of a dimension holds."""
     if share.is_whole:
         return tensor
     return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in share.ranges], dim)

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.common.adapter_config import AdapterConfig, AdapterError
+from services.common.adapter_config import AdapterConfig, AdapterError, plain_name
 from services.common.model_spec import ModelSpec
-from services.common.nn.adapter import Adapter, LowRank, expert_delta, plain_name
+from services.common.nn.adapter import Adapter, LowRank, expert_delta
 from services.common.nn.checkpoint import Checkpoint, Reader, TensorInfo, listed
 from services.common.nn.linear import FLOATS
 
@@ -210,7 +210,7 @@ class _BaseReader(Reader):
 
 
 def _is_new(checkpoint: MergedCheckpoint) -> bool:
-    """Returns whether the files hold no head, so that its values are those of the embedding."""
+    """Returns whether the files hold no head, which then has the values of the embedding."""
     return _HEAD not in checkpoint.stored_names
 
 

@@ -17,16 +17,18 @@ class ResetPrefixCacheResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "digest", "root", "num_waiting")
+    __slots__ = ("name", "digest", "root", "num_waiting", "adapts_tower")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTS_TOWER_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: bytes
     root: str
     num_waiting: int
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., root: _Optional[str] = ..., num_waiting: _Optional[int] = ...) -> None: ...
+    adapts_tower: bool
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., root: _Optional[str] = ..., num_waiting: _Optional[int] = ..., adapts_tower: _Optional[bool] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("name", "directory", "load_inplace")

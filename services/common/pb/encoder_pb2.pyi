@@ -1,7 +1,8 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -22,7 +23,7 @@ class DescribeEncoderRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeEncoderResponse(_message.Message):
-    __slots__ = ("model_name", "key_prefix", "dtype", "num_features", "hidden", "max_image_patches", "fingerprint", "protocol")
+    __slots__ = ("model_name", "key_prefix", "dtype", "num_features", "hidden", "max_image_patches", "fingerprint", "protocol", "adapters")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     KEY_PREFIX_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +32,7 @@ class DescribeEncoderResponse(_message.Message):
     MAX_IMAGE_PATCHES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     key_prefix: bytes
     dtype: DType
@@ -39,7 +41,8 @@ class DescribeEncoderResponse(_message.Message):
     max_image_patches: int
     fingerprint: bytes
     protocol: int
-    def __init__(self, model_name: _Optional[str] = ..., key_prefix: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., max_image_patches: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., protocol: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, model_name: _Optional[str] = ..., key_prefix: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., max_image_patches: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., protocol: _Optional[int] = ..., adapters: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Grid(_message.Message):
     __slots__ = ("t", "h", "w")
@@ -124,7 +127,7 @@ class FramePair(_message.Message):
     def __init__(self, first: _Optional[int] = ..., second: _Optional[int] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("image_key", "image", "grid", "cache_salt", "tenant", "tenant_weight", "background", "frames", "video_digest", "is_embedding", "second_image")
+    __slots__ = ("image_key", "image", "grid", "cache_salt", "tenant", "tenant_weight", "background", "frames", "video_digest", "is_embedding", "second_image", "adapter")
     IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     GRID_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +139,7 @@ class EncodeRequest(_message.Message):
     VIDEO_DIGEST_FIELD_NUMBER: _ClassVar[int]
     IS_EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     SECOND_IMAGE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     image_key: bytes
     image: bytes
     grid: Grid
@@ -147,7 +151,8 @@ class EncodeRequest(_message.Message):
     video_digest: bytes
     is_embedding: bool
     second_image: bytes
-    def __init__(self, image_key: _Optional[bytes] = ..., image: _Optional[bytes] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ..., background: _Optional[bool] = ..., frames: _Optional[_Union[FramePair, _Mapping]] = ..., video_digest: _Optional[bytes] = ..., is_embedding: _Optional[bool] = ..., second_image: _Optional[bytes] = ...) -> None: ...
+    adapter: bytes
+    def __init__(self, image_key: _Optional[bytes] = ..., image: _Optional[bytes] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ..., background: _Optional[bool] = ..., frames: _Optional[_Union[FramePair, _Mapping]] = ..., video_digest: _Optional[bytes] = ..., is_embedding: _Optional[bool] = ..., second_image: _Optional[bytes] = ..., adapter: _Optional[bytes] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
     __slots__ = ("source", "num_tokens", "patch_s")

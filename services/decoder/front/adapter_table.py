@@ -1,7 +1,7 @@
 """The adapters of a decoder by name, and the sequences that use them.
 
-An adapter that is unloaded is refused to new sequences at once. Its slot becomes free when its last
-sequence has ended, so that running answers are not changed.
+An adapter that is unloaded is refused to new sequences at once. Its slot becomes free when the last
+sequence with the adapter has ended, so that running answers are not changed.
 """
 
 import asyncio
@@ -16,8 +16,9 @@ from blake3 import blake3
 from services.common.adapter_config import (
     ADAPTER_NAME,
     AdapterConfig,
-    adapter_digest,
+    adapts_tower,
     already_loaded,
+    named_digest,
 )
 from services.common.errors import InvalidRequest, ModelNotFound, TriptychError, Unavailable
 from services.common.model_spec import ModelSpecError
@@ -39,6 +40,7 @@ class LoadedAdapter:
         num_sequences: number of sequences that have not ended.
         num_waiting: number of these sequences that have no token yet.
         is_leaving: True if the adapter was unloaded.
+        adapts_tower: True if the adapter changes the vision tower.
     """
 
     name: str
@@ -48,6 +50,7 @@ class LoadedAdapter:
     num_sequences: int = 0
     num_waiting: int = 0
     is_leaving: bool = False
+    adapts_tower: bool = False
 
 
 class AdapterTable:
@@ -71,7 +74,8 @@ class AdapterTable:
         self._waiting: deque[asyncio.Future[str]] = deque()
         self._changes = asyncio.Lock()
         for slot, (name, directory) in enumerate(given.items()):
-            found = LoadedAdapter(name, named_digest(name, directory), str(directory), slot)
+            digest, root = named_digest(name, directory), str(directory)
+            found = LoadedAdapter(name, digest, root, slot, adapts_tower=adapts_tower(directory))
             self._by_digest[found.digest] = found
 
     def described(self) -> list[pb.Adapter]:
@@ -82,6 +86,7 @@ class AdapterTable:
                 digest=each.digest,
                 root=each.root,
                 num_waiting=each.num_waiting,
+                adapts_tower=each.adapts_tower,
             )
             for each in self._by_digest.values()
             if not each.is_leaving
@@ -146,6 +151,11 @@ class AdapterTable:
                 digest = await asyncio.to_thread(named_digest, name, Path(directory))
             except ModelSpecError as error:
                 raise InvalidRequest(str(error)) from None
+            if adapts_tower(directory):
+                raise InvalidRequest(
+                    "the adapter changes the vision tower, so that encoders need it, too: start "
+                    "them and the decoders with it (--adapter, ENCODER_ADAPTERS, DECODER_ADAPTERS)"
+                )
             loaded = [a for a in self._by_digest.values() if a.name == name and not a.is_leaving]
             former = loaded[0] if loaded else None
             if former is not None and former.digest == digest:
@@ -214,11 +224,6 @@ class AdapterTable:
             self._ask(LoadAdapter(adapter.slot, ""))
             # The engine empties the slot before it handles any later message.
             self._free.append(adapter.slot)
-
-
-def named_digest(name: str, directory: Path) -> bytes:
-    """Returns a digest of an adapter's name and files."""
-    return blake3(name.encode() + b"\0" + adapter_digest(directory)).digest()
 
 
 def salted(cache_salt: bytes, adapter: LoadedAdapter | None) -> bytes:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from services.common.adapter_config import TOWER
 from services.common.nn.adapter import Adapter, LowRank
 from services.common.nn.adapter_stack import AdapterRows, AdapterStack, refused
 from services.common.nn.collectives import Ranks, Share
@@ -20,7 +21,6 @@ from services.common.nn.experts import Experts, StackedLinear
 from services.common.nn.linear import Linear
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
-_TOWER = "visual."
 
 
 @dataclass(slots=True)
@@ -51,6 +51,7 @@ class Adapters:
         ranks: ranks that share the model.
         slots: number of slots.
         max_rank: largest rank of an adapter.
+        takes_images: True if the model takes images, whose encoder has the adapters' towers.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class Adapters:
     ranks: Ranks
     slots: int
     max_rank: int
+    takes_images: bool = False
     _tied_head: AdapterStack | None = None
     _found: list[_Slot] = field(default_factory=list[_Slot])
 
@@ -78,7 +80,7 @@ class Adapters:
         todo: list[tuple[AdapterStack, str, LowRank]] = []
         experts = self._experts(adapter, problems)
         for name, factors in adapter.linears.items():
-            if MODULE.fullmatch(name):
+            if MODULE.fullmatch(name) or self._is_of_tower(name):
                 continue
             stack, why = self._stack(name, layers)
             if stack is not None:
@@ -176,6 +178,10 @@ class Adapters:
                 for part in layer.parts:
                     yield (f"{parent}.{part}" if part else path), layer
 
+    def _is_of_tower(self, name: str) -> bool:
+        """Returns whether a module or tensor is the encoder's."""
+        return self.takes_images and name.startswith(TOWER)
+
     def _stack(self, name: str, layers: dict[str, Linear]) -> tuple[AdapterStack | None, str]:
         """Returns the stack of a module, or why the module cannot have one."""
         like = self.embed_tokens.weight
@@ -193,11 +199,6 @@ class Adapters:
                 )
             return self._tied_head, ""
         layer = layers.get(name)
-        if name.startswith(_TOWER):
-            return (
-                None,
-                "is in the vision tower; fold the adapter into the weights (--merge-adapter)",
-            )
         if layer is None:
             return None, "is not a linear layer of the model"
         if isinstance(layer, StackedLinear):
@@ -209,8 +210,8 @@ class Adapters:
     def _experts(
         self, adapter: Adapter, problems: dict[str, str]
     ) -> list[tuple[StackedLinear, int | None, str, LowRank]]:
-        """Returns the adapter's factors of experts, each with its layer, its expert (None for all
-        experts) and its module. Adds what does not fit to `problems`, by name.
+        """Returns the adapter's factors of experts: layer, expert (None for all experts), module
+        and factors. Adds the modules that do not fit to `problems`, with the reasons.
         """
         found: list[tuple[StackedLinear, int | None, str, LowRank]] = []
         layers = {
@@ -245,6 +246,8 @@ class Adapters:
         problems: dict[str, str] = {}
         shape = tuple(self.embed_tokens.weight.shape)
         for name, tensor in adapter.saved.items():
+            if self._is_of_tower(name):
+                continue
             if name not in (_EMBEDDING, _HEAD):
                 problems[name] = "is replaced; fold the adapter into the weights (--merge-adapter)"
             elif tuple(tensor.shape) != shape:

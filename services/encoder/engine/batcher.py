@@ -5,7 +5,8 @@ The front ranks images, so that no tenant waits behind another tenant's queue. O
 same rank, the earlier comes first. The first image of the queue is always in the next batch. The
 images behind it are added in order while the batch's budget of patches lasts; an image that does
 not fit is skipped, and a smaller image behind it may be added. An image larger than the budget runs
-alone. Still images and pairs of frames do not run together. A batch never waits for more images.
+alone. Still images and pairs of frames do not run together, nor do images of different towers,
+which are the model's own and those of adapters. A batch never waits for more images.
 The engine's loop is the only thread that uses the batcher.
 """
 
@@ -20,6 +21,12 @@ class _Entry(NamedTuple):
     job_id: int
     num_patches: int
     is_pair: bool
+    tower: int
+
+    @property
+    def kind(self) -> tuple[bool, int]:
+        """The images of a batch are of one kind."""
+        return self.is_pair, self.tower
 
 
 class Batcher:
@@ -42,7 +49,13 @@ class Batcher:
         return len(self._queue)
 
     def add(
-        self, job_id: int, num_patches: int, rank: float = 0.0, *, is_pair: bool = False
+        self,
+        job_id: int,
+        num_patches: int,
+        rank: float = 0.0,
+        *,
+        is_pair: bool = False,
+        tower: int = 0,
     ) -> None:
         """Queues an image.
 
@@ -51,9 +64,10 @@ class Batcher:
             num_patches: number of the image's patches before merging.
             rank: place in the order of the queue, the lowest first.
             is_pair: True if the image is a pair of frames, False if it is a still image.
+            tower: index of the tower that encodes the image.
         """
         assert num_patches > 0 and job_id not in self._entries
-        entry = _Entry(rank, job_id, num_patches, is_pair)
+        entry = _Entry(rank, job_id, num_patches, is_pair, tower)
         self._entries[job_id] = entry
         insort(self._queue, entry)
 
@@ -73,9 +87,8 @@ class Batcher:
         """
         chosen: list[int] = []
         patches_left = self._max_batch_patches
-        of_pairs = bool(self._queue) and self._queue[0].is_pair
         for entry in self._queue:
-            fits = entry.is_pair == of_pairs and entry.num_patches <= patches_left
+            fits = entry.kind == self._queue[0].kind and entry.num_patches <= patches_left
             if fits or not chosen:
                 chosen.append(entry.job_id)
                 patches_left -= entry.num_patches

@@ -151,14 +151,7 @@ class Engine:
     def _accept(self, message: FrontMessage) -> None:
         match message:
             case EncodeImage():
-                self._jobs[message.job_id] = Job(
-                    message.job_id,
-                    message.unit,
-                    message.source,
-                    message.rank,
-                    message.tenant,
-                    received_at=self._clock(),
-                )
+                self._jobs[message.job_id] = Job.of(message, self._clock())
                 self._queue_preparation(message)
             case PlaceImage() | Ping() | Shutdown():
                 self._mailbox.put(message)
@@ -295,8 +288,13 @@ class Engine:
                     self._add_to_batcher(item)
 
     def _add_to_batcher(self, job: Job) -> None:
-        is_pair = job.unit.frames is not None
-        self._batcher.add(job.job_id, job.unit.num_patches, job.rank, is_pair=is_pair)
+        self._batcher.add(
+            job.job_id,
+            job.unit.num_patches,
+            job.rank,
+            is_pair=job.unit.frames is not None,
+            tower=job.tower,
+        )
 
     def _launch_next(self) -> None:
         if len(self._launched) >= _MAX_LAUNCHED or self._stopping:

@@ -7,6 +7,7 @@ from torch import Tensor
 from services.common.errors import TriptychError
 from services.common.geometry import Unit
 from services.encoder.decoding.source import EMPTY_SOURCE, Source
+from services.encoder.engine.messages import EncodeImage
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +21,7 @@ class Job:
         source: encoded file. Empty when the file has been decoded.
         rank: place in the order of all waiting images: the image of the lowest rank is the next.
         tenant: tenant that sent the image. Empty for a caller without a key.
+        tower: index of the tower that encodes the unit, see `EncodeImage.tower`.
         pixels: `[height, width, channels]` uint8 on the host, or `[2, height, width, channels]` if
             the unit is a pair of frames. None until the file is decoded. Pinned memory is the
             fastest.
@@ -38,6 +40,7 @@ class Job:
     source: Source = EMPTY_SOURCE
     rank: float = 0.0
     tenant: str = ""
+    tower: int = 0
     pixels: Tensor | None = None
     arena_offset: int | None = None
     waits_for_place: bool = False
@@ -46,3 +49,16 @@ class Job:
     received_at: float = 0.0
     launched_at: float = 0.0
     preprocess_s: float = 0.0
+
+    @classmethod
+    def of(cls, message: EncodeImage, received_at: float) -> "Job":
+        """Makes the job of a message, which has arrived at this monotonic time."""
+        return cls(
+            message.job_id,
+            message.unit,
+            message.source,
+            message.rank,
+            message.tenant,
+            message.tower,
+            received_at=received_at,
+        )

@@ -22,6 +22,8 @@ class EncodeImage(msgspec.Struct, tag="encode"):
             run next.
         tenant: tenant that sent the image. Its videos never occupy all threads. Empty for a caller
             without a key.
+        tower: index of the tower that encodes the unit: 0 is the model's, and the towers of
+            adapters follow in the order of `EngineReady.adapters`.
     """
 
     job_id: int
@@ -29,6 +31,7 @@ class EncodeImage(msgspec.Struct, tag="encode"):
     unit: Unit
     rank: float = 0.0
     tenant: str = ""
+    tower: int = 0
 
 
 class PlaceImage(msgspec.Struct, tag="place"):
@@ -67,6 +70,7 @@ class EngineReady(msgspec.Struct, tag="ready"):
         hidden: width of an embedding's rows.
         key_prefix: digest of the model and its configuration, which begins each image key.
         on_gpu: True if the engine runs on a GPU.
+        adapters: digests of the adapters for which the engine has towers.
     """
 
     model_name: str
@@ -75,6 +79,7 @@ class EngineReady(msgspec.Struct, tag="ready"):
     hidden: int
     key_prefix: bytes
     on_gpu: bool = False
+    adapters: list[bytes] = []
 
 
 class FeatureDone(msgspec.Struct, tag="feature"):

@@ -62,6 +62,7 @@ class Runner:
         device: device of the model.
         dtype: data type of patches and embeddings.
         arena: memory for the embeddings, shared with the front. It is pinned on CUDA.
+        adapted: towers of adapters, of the same sizes. They run without CUDA graphs.
         shares_device: True if another process uses the GPU, too. Very large batches then leave the
             GPU idle half of the time.
     """
@@ -73,9 +74,11 @@ class Runner:
         dtype: torch.dtype,
         arena: mmap.mmap,
         *,
+        adapted: Sequence["VisionTower"] = (),
         shares_device: bool = False,
     ) -> None:
         self._model = model
+        self._towers = model, *adapted
         self._device = device
         self._dtype = dtype
         self._writer = ArenaWriter(arena, device)
@@ -92,8 +95,8 @@ class Runner:
         """Enqueues a batch. On CUDA it does not wait for the device.
 
         Args:
-            images: jobs with pixels and places in the arena. Either all of them are still images,
-                or all are pairs of frames.
+            images: jobs of one tower, with pixels and places in the arena. Either all of them are
+                still images, or all are pairs of frames.
 
         Raises:
             torch.OutOfMemoryError: the device has too little memory for the batch. Copies that were
@@ -216,10 +219,12 @@ class Runner:
         grids = [image.unit.grid for image in images]
         pixels = self._upload(images)
         are_pairs = images[0].unit.frames is not None
-        if not are_pairs and self._graphs is not None and self._graphs.fits(grids):
+        tower = self._towers[images[0].tower]
+        has_graphs = tower is self._model and not are_pairs
+        if has_graphs and self._graphs is not None and self._graphs.fits(grids):
             features = self._graphs.replay(pixels, grids)
         else:
-            features = self._forward(pixels, grids, are_pairs=are_pairs)
+            features = self._forward(tower, pixels, grids, are_pairs=are_pairs)
         tokens = self._num_tokens(images)
         offsets = [image.arena_offset for image in images if image.arena_offset is not None]
         peaks = torch.empty(
@@ -238,19 +243,20 @@ class Runner:
         return LaunchedBatch(images, *self._writer.seal(peaks), written[:-1])
 
     def _forward(
-        self, pixels: Tensor, grids: Sequence[Grid], *, are_pairs: bool
+        self, tower: "VisionTower", pixels: Tensor, grids: Sequence[Grid], *, are_pairs: bool
     ) -> Iterator[tuple[int, Tensor]]:
-        """Runs the tower without a graph. Yields each feature with its rows, as the tower does.
+        """Runs a tower without a graph. Yields each feature with its rows, as the tower does.
 
         Args:
+            tower: the model's tower, or that of an adapter.
             pixels: flat uint8 pixels of all images, on the device.
             grids: sizes of the images in patches.
             are_pairs: True if the images are pairs of frames.
         """
-        spec, ops = self._model.spec, self._model.ops
+        spec, ops = tower.spec, tower.ops
         pack = ops.pack_pairs if are_pairs else ops.pack_patches
         patches = pack(pixels, grids, spec.patch_size, spec.spatial_merge_size, self._dtype)
-        return self._model.features(patches, self._model.layout(grids))
+        return tower.features(patches, tower.layout(grids))
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -4,11 +4,18 @@ import asyncio
 import math
 from dataclasses import dataclass, replace
 
-from services.common.errors import InvalidImage, InvalidRequest, InvalidVideo, WrongImageKey
+from services.common.errors import (
+    InvalidImage,
+    InvalidRequest,
+    InvalidVideo,
+    Unavailable,
+    WrongImageKey,
+)
 from services.common.geometry import Unit
 from services.common.images.image_key import (
     KEY_BYTES,
     MAX_SALT_BYTES,
+    adapted_salt,
     embedding_key,
     frames_key,
     image_key,
@@ -19,6 +26,7 @@ from services.common.threads import INLINE_BYTES
 from services.encoder.engine.messages import Source
 from services.encoder.front.admission import Share
 from services.encoder.front.embeddings import Embeddings
+from services.encoder.front.source_store import Work
 from services.encoder.front.video_store import StoredVideo, VideoStore
 
 
@@ -29,9 +37,10 @@ class EncodeInputs:
     Attributes:
         source: the file of an image, the files of two frames, a video, or a client's embedding.
         unit: the grid of patches, with the frames of the video if the unit is a pair of frames.
-        salt: the salt of the tenant's cache, part of the key.
+        salt: the salt of the tenant's cache and of the adapter, part of the key.
         is_embedding: whether the file is an embedding that the client has computed.
         video: the video of the frames. None if the unit is made from image files.
+        tower: index of the tower that encodes the unit, see `EncodeImage.tower`.
     """
 
     source: Source
@@ -39,6 +48,11 @@ class EncodeInputs:
     salt: bytes
     is_embedding: bool
     video: StoredVideo | None
+    tower: int = 0
+
+    def work(self, share: Share) -> Work:
+        """Returns the work of encoding the unit for a tenant."""
+        return Work(self.source, self.unit, share, self.tower)
 
     def key(self, prefix: bytes) -> bytes:
         """Returns the image key, in 0.15 ms per MiB of the files.
@@ -90,6 +104,7 @@ class InputReader:
 
         Raises:
             InvalidRequest, InvalidImage, InvalidVideo, VideoNotHeld: the inputs cannot be encoded.
+            Unavailable: this encoder has no tower of the adapter. Another encoder may have it.
             WrongImageKey: the caller's key is not the key of these inputs.
         """
         unit = self._unit(request)
@@ -129,7 +144,15 @@ class InputReader:
             raise InvalidRequest("frames come from a video or as images, not both")
         if request.is_embedding and unit.frames is not None:
             raise InvalidRequest("an embedding cannot be a pair of frames")
-        return EncodeInputs(source, unit, request.cache_salt, request.is_embedding, video)
+        salt = adapted_salt(request.cache_salt, request.adapter)
+        tower = self._tower(request.adapter)
+        return EncodeInputs(source, unit, salt, request.is_embedding, video, tower)
+
+    def _tower(self, adapter: bytes) -> int:
+        towers = b"", *self._description.adapters
+        if adapter not in towers:
+            raise Unavailable("the adapter is not loaded on this encoder (ENCODER_ADAPTERS)")
+        return towers.index(adapter)
 
 
 def checked_key(key: bytes) -> bytes:

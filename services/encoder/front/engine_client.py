@@ -81,7 +81,9 @@ class EngineClient:
         """Whether the engine has jobs."""
         return bool(self._jobs)
 
-    def submit(self, source: Source, unit: Unit, rank: float = 0.0, tenant: str = "") -> EngineJob:
+    def submit(
+        self, source: Source, unit: Unit, rank: float = 0.0, tenant: str = "", tower: int = 0
+    ) -> EngineJob:
         """Starts a job: the image is decoded and then waits for `place`.
 
         Args:
@@ -89,6 +91,7 @@ class EngineClient:
             unit: the grid of the image or pair of frames.
             rank: place among the images that wait; the engine takes the lowest next.
             tenant: tenant that wants the unit. Empty for a caller without a key.
+            tower: index of the tower that encodes the unit, see `EncodeImage.tower`.
 
         Raises:
             Unavailable: the engine process has ended.
@@ -98,7 +101,7 @@ class EngineClient:
         job = EngineJob(next(self._ids), rank, asyncio.get_running_loop().create_future())
         job.done.add_done_callback(retrieve_exception)
         self._jobs[job.job_id] = job
-        self._link.send(EncodeImage(job.job_id, source, unit, rank, tenant))
+        self._link.send(EncodeImage(job.job_id, source, unit, rank, tenant, tower))
         return job
 
     def place(self, job: EngineJob, write: EmbeddingWrite) -> None:

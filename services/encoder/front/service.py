@@ -40,7 +40,6 @@ from services.encoder.front.encode_inputs import InputReader, checked_key, share
 from services.encoder.front.fetch_messages import FetchProgress, header_of
 from services.encoder.front.message_reader import MessageReader
 from services.encoder.front.reading import Reading
-from services.encoder.front.source_store import Work
 from services.encoder.front.uploaded_files import TTL_S, UploadedFiles
 from services.encoder.front.video_store import StoredVideo, VideoStore
 from services.encoder.metrics import EncoderMetrics
@@ -150,7 +149,7 @@ class EncoderServicer(Servicer):
             if inputs.is_embedding:
                 encoded = await self._client_embeddings.store(key, message.image, spec)
                 return encoded, spec.num_tokens
-        encoding = self._embeddings.encode(key, Work(inputs.source, inputs.unit, share))
+        encoding = self._embeddings.encode(key, inputs.work(share))
         del message, inputs
         return await encoding, spec.num_tokens
 

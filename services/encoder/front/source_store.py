@@ -12,11 +12,12 @@ _SOURCE_TTL_S = 120.0
 
 
 class Work(NamedTuple):
-    """The inputs of an embedding, and the tenant that wants it."""
+    """The inputs of an embedding, its tenant, and the tower that computes it."""
 
     source: Source
     unit: Unit
     share: Share = NOBODY
+    tower: int = 0
 
 
 class SourceStore:

@@ -85,14 +85,14 @@ class TowerTier(Tier[Work]):
             Overloaded: the engine has too much work. The error says when to try again.
             Unavailable: the engine process has ended.
         """
-        source, unit, share = lookup.inputs
+        source, unit, share, tower = lookup.inputs
         is_full = self._queued_bytes + source.num_bytes > self._max_queued_bytes
         rank = None if is_full else self._admission.enter(share, unit.num_patches)
         if rank is None:
             retry_after_s = min(max(self._backlog_s(), 1.0), _MAX_RETRY_AFTER_S)
             raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
         try:
-            job = self._engine.submit(source, unit, rank, share.tenant)
+            job = self._engine.submit(source, unit, rank, share.tenant, tower)
         except BaseException:
             self._admission.leave(share, unit.num_patches)
             raise
@@ -123,7 +123,7 @@ class TowerTier(Tier[Work]):
         """Ends the work on an image: its patches and bytes no longer count as queued. Stores the
         image's inputs if the lookup has succeeded.
         """
-        source, unit, share = lookup.inputs
+        source, unit, share, _ = lookup.inputs
         self._engine.cancel(self._encodes.pop(lookup).job)  # Has no effect if the job has ended.
         self._admission.leave(share, unit.num_patches)
         self._queued_bytes -= source.num_bytes

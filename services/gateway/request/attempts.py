@@ -229,7 +229,7 @@ class Attempts:
         request = self._request
         images = await self._encodes.assign()
         ids, coming = request.prompt.token_ids, self._encodes.coming
-        self._chain = PromptChain(ids, images, request.cache_salt, request.adapter, coming)
+        self._chain = PromptChain(ids, images, request.cache_salt, request.adapter.digest, coming)
         decoder = self._take_decoder()
         self._span.end()
         self._span = start_span(
@@ -302,7 +302,7 @@ class Attempts:
             images=images,
             sampling=request.sampling,
             cache_salt=request.cache_salt,
-            adapter=request.adapter,
+            adapter=request.adapter.digest,
             prediction=request.prediction,
             tenant=request.slot.tenant.queue_name,
             tenant_weight=request.slot.tenant.weight,

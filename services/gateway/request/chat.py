@@ -256,12 +256,12 @@ class ChatService:
             message = f"the model {name[:100]!r} does not exist; this gateway serves {served}"
             raise ModelNotFound(message, param="model")
 
-    def adapter(self, name: str | None) -> bytes:
-        """Returns the digest of the adapter that a request names. Empty for the base model."""
+    def adapter(self, name: str | None) -> pb.Adapter:
+        """Returns the adapter that a request names. It is without digest for the base model."""
         if name is None or name in self.model_names:
-            return b""
+            return pb.Adapter()
         self.check_model(name)
-        return served_adapters(self.decoders)[name].digest
+        return served_adapters(self.decoders)[name]
 
     def name_in_answer(self, name: str | None) -> str:
         """Returns the name of the model in the answer to a checked request that names `name`."""

@@ -44,7 +44,7 @@ class Completion:
             waits for the client.
         answer_format: format of the answers, and the grammar that they follow.
         cache_salt: salt of the tenant and the request, for cached prefixes and image keys.
-        adapter: digest of the adapter that answers. Empty for the base model alone.
+        adapter: the adapter that answers. Its digest is empty for the base model alone.
         deadline: time of the monotonic clock at which the request fails.
         timings: times of the request's stages.
         encode_sources: origin of the embedding of each run of the prompt: the `Source` of its
@@ -70,7 +70,7 @@ class Completion:
     timings: Timings
     encode_sources: list[str | None]
     choices: Sequence[Choice] = ()
-    adapter: bytes = b""
+    adapter: pb.Adapter = field(default_factory=pb.Adapter)
     ignored: Sequence[str] = ()
     cached_tokens: int | None = None
     prompt_scores: PromptScores = field(default_factory=PromptScores)

@@ -19,6 +19,7 @@ from services.common.errors import (
     VideoNotHeld,
 )
 from services.common.geometry import Run
+from services.common.images.image_key import adapted_salt
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import DescribeEncoderResponse, EncodeResponse
 from services.gateway.clients.encoder_work import EncoderShares
@@ -80,6 +81,8 @@ class EncodeCalls:
     _calls: dict[bytes, _Call] = field(default_factory=dict[bytes, _Call])
     # Image key -> address of the encoder that has encoded the unit.
     _encoded: dict[bytes, str] = field(default_factory=dict[bytes, str])
+    # Digest of the request's adapter if it changes the vision tower, otherwise empty.
+    _adapter: bytes = b""
     # Whether the only encoder may be tried again, because it has evicted an embedding.
     _may_retry_evicted: bool = False
 
@@ -98,7 +101,14 @@ class EncodeCalls:
         description = self.encoders.description()
         if description is None:
             raise self.losses.no_pod_left()
-        prefix, salt = description.key_prefix, request.cache_salt
+        self._adapter = request.adapter.digest if request.adapter.adapts_tower else b""
+        if self._adapter and self._adapter not in description.adapters:
+            raise Unavailable(
+                f"no encoder has the vision tower of the adapter {request.adapter.name} "
+                "(ENCODER_ADAPTERS)",
+                retry_after_s=1,
+            )
+        prefix, salt = description.key_prefix, adapted_salt(request.cache_salt, self._adapter)
         self.keys = [await request.images[run.image].key(prefix, run.unit, salt) for run in runs]
         addresses = {key: call.address for key, call in self._calls.items()}
         missing: dict[bytes, int] = {}  # first run of each key that has no running call
@@ -322,6 +332,7 @@ class EncodeCalls:
         """
         request, tenant = image.encode_request(run.unit), self.request.slot.tenant
         request.image_key, request.cache_salt = key, self.request.cache_salt
+        request.adapter = self._adapter
         request.grid.t, request.grid.h, request.grid.w = run.unit.grid
         request.tenant, request.tenant_weight = tenant.queue_name, tenant.weight
         request.background = tenant.is_background

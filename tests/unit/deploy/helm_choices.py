@@ -193,14 +193,15 @@ CHOICES = {
         )]},
     ),
     "split-adapters": Choice(
-        "overlays/text",
+        "overlays/gpu",
         PLAIN | {
-            "model": FILLED | {"servedName": "qwen3", "images": False},
+            "model": FILLED | {"servedName": "qwen3-vl"},
             "adapters": ADAPTERS | {"existingClaim": "adapters"},
         },
         components=("adapters",),
         more={"configMapGenerator": [
-            literals("decoder", "DECODER_ADAPTERS=gui=/adapters/gui,sql=/adapters/sql"),
+            literals(name, f"{name.upper()}_ADAPTERS=gui=/adapters/gui,sql=/adapters/sql")
+            for name in ("encoder", "decoder")
         ]},
     ),
     "single-monitoring": Choice(

@@ -28,6 +28,14 @@ def test_younger_images_fill_what_an_older_one_leaves() -> None:
     assert [batcher.next_batch() for _ in range(2)] == [[1, 3], [2]]
 
 
+def test_images_of_different_towers_run_apart() -> None:
+    batcher = Batcher(100)
+    for job_id, tower in ((1, 0), (2, 1), (3, 0), (4, 2), (5, 1)):
+        batcher.add(job_id, 4, tower=tower)
+    batcher.add(6, 4, tower=1, is_pair=True)
+    assert [batcher.next_batch() for _ in range(4)] == [[1, 3], [2, 5], [4], [6]]
+
+
 def test_a_removed_image_is_in_no_batch() -> None:
     batcher = Batcher(100)
     batcher.add(1, 10)

@@ -40,12 +40,14 @@ def read(arena: mmap.mmap, place: Job) -> torch.Tensor:
     tokens = place.unit.num_patches // 4
     shape = (SPEC.num_features, tokens, SPEC.out_hidden_size)
     count = shape[0] * shape[1] * shape[2]
+    assert place.arena_offset is not None
     return torch.frombuffer(
         arena, dtype=torch.float32, count=count, offset=place.arena_offset
     ).reshape(shape).clone()  # fmt: skip
 
 
 def expected(model: VisionTower, place: Job) -> torch.Tensor:
+    assert place.pixels is not None
     patches = model.ops.pack_patches(
         place.pixels.reshape(-1), [place.unit.grid], 16, 2, torch.float32
     )
@@ -63,6 +65,24 @@ def test_each_image_lands_in_its_place(model: VisionTower) -> None:
     assert sorted(i.job_id for i in batch.images) == [0, 1, 2, 3]
     for place in images:
         torch.testing.assert_close(read(arena, place), expected(model, place), atol=2e-5, rtol=0)
+
+
+def test_each_tower_computes_its_own_images(model: VisionTower) -> None:
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        other = create_tower(SPEC, model.ops)
+    load_dummy(other, device=CPU, dtype=torch.float32, seed=1)
+    arena = mmap.mmap(-1, 1 << 20)
+    runner = Runner(model, CPU, torch.float32, arena, adapted=[other])
+    same = [image(n, GRIDS[0], n * 65536, seed=3) for n in range(3)]
+    for place, tower in zip(same, (1, 0, 1), strict=True):
+        place.tower = tower
+        runner.finish(runner.launch([place]))
+    found = [read(arena, place) for place in same]
+    assert torch.equal(found[0], found[2])  # the base's image between them has changed nothing
+    torch.testing.assert_close(found[0], expected(other, same[0]), atol=2e-5, rtol=0)
+    torch.testing.assert_close(found[1], expected(model, same[1]), atol=2e-5, rtol=0)
+    assert (found[0] - found[1]).abs().max() > 0.1
 
 
 def test_nothing_else_is_written(model: VisionTower) -> None:
@@ -136,6 +156,7 @@ def test_pairs_of_frames_land_in_their_places(model: VisionTower) -> None:
     pairs = []
     for number, grid in enumerate(GRIDS):
         first, second = image(0, grid, seed=number), image(0, grid, seed=number + number % 2)
+        assert first.pixels is not None and second.pixels is not None
         pixels = torch.stack([first.pixels, second.pixels])
         pairs.append(Job(number, Unit(grid, (0, 1)), pixels=pixels, arena_offset=number * 65536))
     assert runner.finish(runner.launch(pairs)) == [True] * len(pairs)

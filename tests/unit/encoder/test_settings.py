@@ -60,4 +60,4 @@ def test_an_address_is_a_port_or_a_socket() -> None:
 
 
 def test_settings_are_few() -> None:
-    assert len(EncoderSettings.model_fields) <= 18
+    assert len(EncoderSettings.model_fields) <= 19

@@ -143,7 +143,7 @@ topologySpreadConstraints:
     secretKeyRef: {name: {{ .Values.model.hubSecret.name }}, key: {{ .Values.model.hubSecret.key }}, optional: true}
 {{- end }}
 
-{{/* The adapters as a decoder's setting: sql=/adapters/sql,gui=/adapters/gui */}}
+{{/* The adapters as a setting of encoders and decoders: sql=/adapters/sql,gui=/adapters/gui */}}
 {{- define "triptych.adapters" -}}
 {{- $found := list }}
 {{- range $name, $place := .Values.adapters.served }}

@@ -290,18 +290,20 @@ def _load(
     )
     set_kernels(model, model.ops.table)
     if options.max_adapters:
-        _load_adapters(model, options, ranks)
+        _load_adapters(model, options, ranks, takes_images=spec.vision is not None)
     return model.eval()
 
 
-def _load_adapters(model: Transformer, options: RunnerOptions, ranks: Ranks) -> None:
+def _load_adapters(
+    model: Transformer, options: RunnerOptions, ranks: Ranks, *, takes_images: bool
+) -> None:
     """Makes the slots of adapters, and loads the adapters that the options name."""
     found = [Adapter.read(AdapterConfig.read(directory)) for directory in options.adapters]
     rank = options.max_adapter_rank or max(
         [_ADAPTER_RANK, *(adapter.config.max_rank for adapter in found)]
     )
     model.adapters = Adapters(
-        model, model.embed_tokens, model.lm_head, ranks, options.max_adapters, rank
+        model, model.embed_tokens, model.lm_head, ranks, options.max_adapters, rank, takes_images
     )
     if len(found) < options.max_adapters:
         model.adapters.reserve()
