@@ -1,6 +1,6 @@
 """The cluster: pods that come and go, the gateways that choose among them, and the autoscalers."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -47,6 +47,7 @@ class Plan:
         one_host: embeddings pass through shared memory, and gateways choose decoders by their work
             (in fleets of a day, which take longer to simulate, by the number of requests).
         shared_cards: the fleets' pods of equal numbers share a GPU.
+        by_number: encoders are chosen by the number of images in flight, not by seconds.
     """
 
     fleets: tuple[FleetPlan, ...]
@@ -55,6 +56,7 @@ class Plan:
     num_unscraped: int | None = None
     one_host: bool = False
     shared_cards: bool = False
+    by_number: bool = False
 
     def with_replicas(self, *replicas: int) -> "Plan":
         """The same fleets with other numbers at the start."""
@@ -76,6 +78,7 @@ class Pod:
         self.num_images = 0
         self.num_requests = 0
         self.in_flight = [0] * fleet.cluster.plan.gateways  # images of an encoder, else requests
+        self.encode_s = [0.0 for _ in self.in_flight]  # the tower's time for images in flight
         self.sent: list[set[Request]] = [set() for _ in self.in_flight]  # and not answered yet
         self.encoder: Encoder | None = None
         self.decoder: Decoder | None = None
@@ -152,6 +155,42 @@ class Fleet:
             if not is_full(pod):
                 return pod
         return None
+
+    def by_shares(
+        self, gateway: int, images: Sequence[int], is_full: Callable[[Pod, int], bool]
+    ) -> list[tuple[Pod, int]] | None:
+        """Encoders of a request's images, as services/gateway/clients/encoder_work.py divides them,
+        each with its patches; None: all are full. The order of an image's key is a random one.
+        """
+        pods, cost = self.ready, self.cluster.costs.image_seconds
+        loads = {pod: pod.encode_s[gateway] for pod in pods}
+        chosen: list[tuple[Pod, int]] = []
+        new_s = sum(map(cost, images))
+        for patches in sorted(images, reverse=True):
+            left = [pod for pod in pods if not is_full(pod, patches)]
+            if not left:
+                return None
+            share_s = (sum(pod.encode_s[gateway] for pod in pods) + new_s) / len(pods)
+            fitting = [pod for pod in left if loads[pod] < share_s]
+            if fitting:
+                pod = fitting[int(self.cluster.random() * len(fitting))]
+            else:
+                pod = min(left, key=lambda pod: loads[pod])
+            loads[pod] += cost(patches)
+            chosen.append((pod, patches))
+        return chosen
+
+    def by_number(
+        self, gateway: int, images: Sequence[int], is_full: Callable[[Pod, int], bool]
+    ) -> list[tuple[Pod, int]] | None:
+        """The same by the number of images in flight, each image alone: the rule before."""
+        chosen: list[tuple[Pod, int]] = []
+        for patches in images:
+            pod = self.pick(gateway, lambda pod, p=patches: is_full(pod, p))
+            if pod is None:
+                return None
+            chosen.append((pod, patches))
+        return chosen
 
     def least_work(self, gateway: int, is_full: Callable[[Pod], bool]) -> Pod | None:
         """A decoder as services/gateway/clients/sent_prompts.py chooses it for a new prompt."""
@@ -251,20 +290,24 @@ class Cluster:
         assert self._encoders is not None
         gateway, now, costs = request.gateway, self.clock.now, self.costs
         chosen: list[tuple[Pod, Encoder, int]] = []
-        for patches in request.images:
-            pod: Pod | None = decoder
-            if self._encoders is not self._decoders:
-                pod = self._encoders.pick(gateway, lambda pod, p=patches: _is_full(pod, p))
-            elif _is_full(decoder, patches):
-                pod = None
-            if pod is None or pod.encoder is None:
-                return False
+        if self._encoders is self._decoders:
+            is_any_full = any(_is_full(decoder, patches) for patches in request.images)
+            places = None if is_any_full else [(decoder, patches) for patches in request.images]
+        else:
+            fleet = self._encoders
+            divide = fleet.by_number if self.plan.by_number else fleet.by_shares
+            places = divide(gateway, request.images, _is_full)
+        for pod, patches in places or ():
+            assert pod.encoder is not None
             chosen.append((pod, pod.encoder, patches))
+        if not chosen:
+            return False
         for pod, encoder, patches in chosen:
             pod.num_images += 1
             if pod is not decoder:
                 pod.in_flight[gateway] += 1
                 pod.fleet.in_flight[gateway] += 1
+                pod.encode_s[gateway] += costs.image_seconds(patches)
             encoder.accept(request, patches)
             at = now + costs.request_in + patches * costs.per_patch_in
             self.clock.at(at, encoder.decoded, (request, patches))
@@ -275,6 +318,7 @@ class Cluster:
         if pod.decoder is None:
             pod.in_flight[request.gateway] -= 1
             pod.fleet.in_flight[request.gateway] -= 1
+            pod.encode_s[request.gateway] -= self.costs.image_seconds(patches)
             if pod.is_leaving:
                 pod.fleet.end_if_idle(pod)
         request.pending_images -= 1

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks import encoder_choice
 from benchmarks.simulation.cluster import Cluster, FleetPlan, Plan
 from benchmarks.simulation.policies import (
     cell_policy,
@@ -37,6 +38,14 @@ def test_equal_seeds_give_equal_results(plan: Plan) -> None:
     )  # fmt: skip
     assert max(max(pods) for pods in first.pods.values()) > 1  # it grew
     assert (first.attained, first.ttft_p99) != (1.0, 0.0)
+
+
+def test_encoders_by_seconds_answer_images_of_many_sizes_sooner() -> None:
+    """Simulated time; the rule before is the control."""
+    before, now = (
+        encoder_choice.run("four such images", 1, by_number=old) for old in (True, False)
+    )
+    assert now[0] < 0.8 * before[0] and now[1] < before[1]
 
 
 def test_a_leaving_pod_ends_its_work_and_gets_no_more() -> None:
