@@ -137,6 +137,8 @@ class EncoderPod(Pod):
         num_frames = found.num_frames
         if not num_frames or len(found.frame_digests) != num_frames * FRAME_DIGEST_BYTES:
             raise InternalError("an encoder returned no digest for each frame of a video")
+        if len(found.key_frames) % 4:
+            raise InternalError("an encoder returned key frames that are no int32")
         return found
 
     async def call(

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from services.common.geometry import Unit
+from services.common.geometry import Int32s, Unit
 
 # Costs in seconds, measured on clips of 720p with H.264 (benchmarks/LOG.md). Only their ratios
 # matter: decoding a pixel; reading the packet of a frame; sending, copying and digesting a byte;
@@ -40,7 +40,7 @@ class ClipRanges:
     """
 
     units: Sequence[Unit]
-    key_frames: Sequence[int]
+    key_frames: Sequence[int] | Int32s
     num_frames: int
     num_pixels: int
     num_bytes: int
@@ -68,7 +68,7 @@ class ClipRanges:
         num_bytes: int,
     ) -> "ClipRanges":
         """Creates the ranges from a `ProbeResponse`'s fields."""
-        frames = np.frombuffer(key_frames, "<i4").tolist()
+        frames = np.frombuffer(key_frames, "<i4")
         return cls(units, frames, num_frames, num_pixels, num_bytes)
 
     def divide(self, units: Sequence[Unit], num_encoders: int) -> list[int]:
@@ -104,5 +104,5 @@ class ClipRanges:
 
     def _start(self, frame: int) -> int:
         """Returns the frame from which a frame is decoded."""
-        at = bisect_right(self.key_frames, frame)
-        return self.key_frames[at - 1] if at else 0
+        at = int(np.searchsorted(self.key_frames, frame, "right"))
+        return int(self.key_frames[at - 1]) if at else 0
