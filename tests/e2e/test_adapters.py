@@ -64,10 +64,9 @@ def command(
     from tests.parity.text_oracle import Qwen3Config, make_text_oracle
 
     directory = tmp_path_factory.mktemp("model") / MODEL
-    config = Qwen3Config(
-        **TEXT_CONFIG, vocab_size=vocab_size(), tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+    given: dict[str, Any] = {**TEXT_CONFIG, "vocab_size": vocab_size(), "bos_token_id": None}
+    given |= {"tie_word_embeddings": True, "eos_token_id": None, "pad_token_id": None}
+    config = Qwen3Config(**given)
     make_text_oracle(config, directory)
     write_conversation_files(directory)
     options = ["--model", str(directory), "--device", "cpu", "--dtype", "float32", "--grpc", "tcp"]
