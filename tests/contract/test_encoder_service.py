@@ -5,6 +5,7 @@ import gc
 import itertools
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -134,7 +135,8 @@ async def test_many_callers_one_job(pod: Pod) -> None:
     assert len(pod.engine.jobs) == 1
 
 
-async def test_draining_waits_for_running_encodes_and_for_their_fetches(pod: Pod) -> None:
+async def test_draining_waits_for_running_encodes_and_their_fetches(pod: Pod, monkeypatch) -> None:
+    monkeypatch.setattr("services.encoder.front.service._QUIET_S", 5.0)
     pod.engine.gate.clear()
     encoding = asyncio.ensure_future(pod.encode(b"image"))
     await until(lambda: pod.engine.jobs)
@@ -381,7 +383,7 @@ async def test_no_tenant_waits_behind_anothers_queue() -> None:
                 await until(lambda before=before: len(pod.engine.jobs) == before + 1)
             return [job.rank for job in pod.engine.jobs[-len(images) :]]
 
-        running: list[asyncio.Future[object]] = []
+        running: list[asyncio.Future[Any]] = []
         flood = await ranks("flood", *[b"f%d" % n for n in range(6)])
         assert flood == sorted(set(flood))
         (quiet,) = await ranks("quiet", b"q")
@@ -454,7 +456,7 @@ async def test_the_engines_death_fails_waiting_calls(pod: Pod) -> None:
 
 
 async def test_health(pod: Pod) -> None:
-    health = health_pb2_grpc.HealthStub(pod.channel)
+    health: Any = health_pb2_grpc.HealthStub(pod.channel)
     for name in ("", "triptych.v1.Encoder"):
         answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING

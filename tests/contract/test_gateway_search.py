@@ -535,7 +535,7 @@ def test_a_decoder_of_another_task_gets_no_work(loop_thread, tmp_path) -> None:
         chat.description.task = ""
         stack.thread.run(chat.start(chat.address))
         service = stack.gateway.service
-        stack.wait(lambda: len(service.decoders.serving()) == 2)
+        stack.wait(lambda: list(service.decoders.misfits()) == [chat.address])
         for _ in range(8):
             assert len(vectors(stack, input="a")) == 1
         assert not chat.submits
