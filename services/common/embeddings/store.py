@@ -4,7 +4,8 @@ An embedding is looked up in the arena, which is the store's own memory, and the
 *tiers*, one after the other: Redis and the vision tower in the encoder, Redis and the encoders in
 the decoder. To add a tier, write a subclass of `Tier`, and put it into the list that the service's
 `__main__` gives to the store. If several callers want the same embedding at the same time, they
-share one lookup. If a lookup fails, it leaves nothing in the arena.
+share one lookup. A lookup that fails leaves nothing in the arena. One that is cancelled while a
+tier computes the embedding may still leave the embedding there.
 
 An *entry* is the memory of one embedding in the arena. It is *committed* when the embedding is
 complete. Readers and writers of an entry have a reference to it. An entry without references may be
@@ -49,8 +50,8 @@ class Lookup(Generic[Inputs]):
             embedding into its entry. The future is done when the entry has been reserved.
         seconds: duration of each stage of the lookup, by the stage's name.
         task: the task that asks the tiers. It is cancelled when nobody waits for it any more. Its
-            result is the name of the tier that had the embedding. It is deleted when the lookup
-            ends.
+            result is the name of the tier that had the embedding. The attribute is deleted when the
+            lookup ends.
     """
 
     store: "EmbeddingStore[Inputs]"

@@ -5,8 +5,8 @@ process. With tensor parallelism, several ranks (processes with a GPU each) comp
 together: each gets the `ComputeStep` as bytes. Rank 0 alone samples, as the `SampleStep` says.
 
 Step n + 1 is planned and launched while the tokens of step n are still on the device, so a step
-must not need the ids of tokens that were just sampled. For a decode, the step therefore names only
-the row. The runner keeps on the device, for each row, the token that was sampled last.
+must not need the ids of tokens that were just sampled. For such a token, the step names only the
+row. The runner keeps on the device, for each row, the token that was sampled last.
 """
 
 from collections.abc import Sequence
@@ -50,8 +50,8 @@ class RowStart(msgspec.Struct, array_like=True, frozen=True):
         sequence_id: id of the sequence, for logs and tests.
         position_delta: number that is added to the index of a completion token in the sequence to
             get its position on each axis.
-        checkpoint: slot with the recurrent state from which the row starts, or `-2 - slot` of the
-            host; -1 if the sequence is computed from its first token on, from no state.
+        checkpoint: slot with the recurrent state from which the row starts; `-2 - slot` for a slot
+            in the host's memory; -1 if the sequence is computed from its first token on.
     """
 
     row: int
@@ -86,10 +86,10 @@ class ComputeStep(msgspec.Struct, array_like=True):
     The step has S chunks with T tokens together. A chunk is one sequence's part of the step, or one
     token of that part if the sequence has drafts: tokens [start, start + length) are computed. B of
     the chunks have the last token of their sequence or a draft; a token is sampled for these. A
-    chunk is *from the device* if it consists of the one token that its row has sampled last. The
-    host may not have received this token yet. These chunks come first. Other decodes follow, then
-    prompts. K is the number of tokens of all chunks that are not from the device. The *place* of a
-    token is its index among the T tokens.
+    chunk is *from the device* if it consists of the token that its row has sampled last, whose id
+    the host did not have when it planned the step. These chunks come first. Other decodes follow,
+    then prompts. K is the number of tokens of all chunks that are not from the device. The *place*
+    of a token is its index among the T tokens.
 
     For example, a step with two decodes, in rows 3 and 0, and the first 3 tokens of a longer prompt
     in row 1 has S = 3, T = 5, B = 2, K = 3, rows `[3, 0, 1]`, lengths `[1, 1, 3]`,
@@ -124,7 +124,7 @@ class ComputeStep(msgspec.Struct, array_like=True):
         adapters: `[S]`, slot of the adapter of each chunk's sequence, -1 for none. None if no
             sequence of the step has an adapter.
         block_saves, checkpoint_saves: `[n, 2]`, KV blocks and checkpoints that are copied to the
-            host before the step changes any: id, slot of the host. None if there are none.
+            host before the step changes blocks: id, slot of the host. None if there are none.
         block_loads: `[n, 2]`, KV blocks that are then copied from the host: id, slot of the host.
         has_drafts: True if sequences verify drafts. Each of these sequences has several chunks of
             one token, one after the other (`schedule.chunk`).
@@ -187,7 +187,7 @@ class SampleStep(msgspec.Struct):
             `PendingStep.sample` is called.
         followers: ids of the tokens that follow each token of the runs in `ComputeStep.scored`.
         draft_counts: the drafts that penalties count. None if no row with penalties has drafts.
-        num_head_drafts: number of tokens that the model drafts after each sampled token.
+        num_head_drafts: number of tokens that the model's draft head proposes after each sample.
     """
 
     row_starts: list[RowSampling] = []
@@ -220,7 +220,7 @@ class Scores(NamedTuple):
 class StepOutput(NamedTuple):
     """The tokens that a step has yielded for its B samples, in their order.
 
-    If `info.max_tokens_per_step` is 1, each sample has exactly one token. Otherwise it has
+    If `EngineInfo.max_tokens_per_step` is 1, each sample has exactly one token. Otherwise it has
     between 1 and `ComputeStep.limits` tokens, and the keys and values of all of them but the last
     are in the cache. In both cases, the last token of a sequence is the only one without keys and
     values. If sampling has failed for a sequence, it has a single id, which is negative:

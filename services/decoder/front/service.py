@@ -84,7 +84,7 @@ class DecoderServicer(AdapterCalls):
             while (message := await stream.outbox.take()) is not None:
                 await context.write(message)
             if reader.done():
-                await reader  # Raises the error of `_read`, if it has closed the stream.
+                await reader  # If `_read` has failed, its error is raised here.
         finally:
             reader.cancel()
             self._front.close_stream(stream)

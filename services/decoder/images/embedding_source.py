@@ -121,8 +121,8 @@ class EmbeddingSource:
 
         Raises:
             EncoderFailed: an encoder did not deliver an embedding.
-            InvalidRequest: the embeddings would not fit into an empty arena, or an embedding has
-                another size.
+            InvalidRequest: the embeddings would not fit into an empty arena, or an embedding in it
+                has another size than the request says.
         """
         arena = self.store.arena
         needed = sum(-(-r.spec.size_bytes // PAGE_BYTES) * PAGE_BYTES for r in requests)
@@ -217,12 +217,13 @@ class EmbeddingSource:
         """Waits until an entry is committed, and returns its request.
 
         Each turn of the loop waits for the running lookup, which another sequence may have started,
-        or starts a lookup if none is running. If the lookup calls another encoder than this
-        sequence has named, this sequence replaces it after `takeover_s`, but only once.
+        or starts a lookup if none is running. If another sequence's lookup calls another encoder
+        than this sequence has named, this sequence replaces it after `takeover_s`, but only once.
 
         Each message of an encoder about an image says either that the image is queued, or that
-        work on the image goes on. The sequence fails if for `standstill_s` either no message about
-        this image arrives, or no message says that work on any of the sequence's images goes on.
+        work on the image goes on. The sequence fails if `standstill_s` have passed since the last
+        message about this image, or since the last message that work on any image of the sequence
+        goes on.
         """
         address, progress = request.encoder_address, FetchProgress()
         joined, has_taken_over = self.store.running(request.key) is not None, False

@@ -8,7 +8,7 @@ vision-language model, an image's embedding replaces the embeddings of its place
 its DeepStack features are added to the same tokens after the first decoder layers.
 
 With tensor parallelism, each rank holds a part of the model: some heads, a share of the
-intermediate size of each MLP and expert, and a part of the vocabulary. Norms, routers and the
+intermediate size of each MLP and expert, and a part of the output head. Norms, routers and the
 embedding table are whole on each rank. A layer declares which rows or columns of the checkpoint's
 tensors it holds (`collectives.Share`). The output projections of attention and of the MLP give only
 a part of the result on each rank. `row_parallel` sums these parts and adds the residual. Rank 0
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         ranks: ranks that share the model's heads.
 
     Attributes:
-        kv_heads: the key heads of this rank.
+        kv_heads: the heads of keys and values of this rank.
         kv_scales: scales of keys and values in an 8-bit cache (e4m3), see `heads.as_stored`. None
             if the cache has the model's data type, or if the scales are yet to be read or measured.
     """

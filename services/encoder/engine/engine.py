@@ -1,8 +1,8 @@
 """The encoder engine: it decodes images and runs them through the vision tower in batches.
 
 The front sends each image (or pair of video frames) as a job. A job is *prepared* when the image is
-decoded and resized, and *placed* when the front has reserved its memory in the arena. It can then
-run. It passes through four kinds of threads:
+decoded and resized, and *placed* when the front has reserved its memory in the arena. A job that is
+both can run. Jobs pass through four kinds of threads:
 
 1. The receiver reads messages from the front. It queues each job for preparation at once, so that
    the next batch is prepared while the device works.

@@ -233,8 +233,8 @@ class EncoderServicer(Servicer):
         """Stores the file of a call, and returns its digest.
 
         This is a function of its own so that the message is freed if the call fails: an error
-        keeps the variables of the functions that it passed alive. `_fail` clears those of
-        `_upload`, which has ended by then, but not those of `Upload`, which still runs.
+        refers to the variables of each function through which it was raised. `_fail` clears those
+        of `_upload`, which has ended by then, but not those of `Upload`, which still runs.
         """
         async with self.messages.read(context, pb.UploadRequest) as message:
             return await self._files.put(message.tenant, message.file)

@@ -100,7 +100,7 @@ class TowerTier(Tier[Work]):
         self._encodes[lookup] = _Encode(job, time.monotonic(), self._admission.num_patches)
 
     async def find(self, lookup: Lookup[Work]) -> bool:
-        """Gives the engine the memory for the embedding, and waits until it has computed it."""
+        """Gives the engine the memory for the embedding, and waits until the embedding is there."""
         if (write := await lookup.place()) is None:
             return True
         encode = self._encodes[lookup]

@@ -134,7 +134,7 @@ class DecoderPod(Pod):
             choice: index of the sequence's choice in the request, which its events carry.
             receiver: receiver of the sequence's events.
             chain: hash chain of the prompt, which has a hash for each prefix. `prompts` remembers
-                it, because the decoder now has these prefixes in its cache.
+                it, because the decoder will soon have these prefixes in its cache.
 
         Returns:
             The sequence's id, for `cancel`.

@@ -4,8 +4,9 @@ An attempt submits the request's choices to one decoder, as one sequence per cho
 encoders for the images. When a pod fails, the next attempt chooses among the other pods. Encoding
 an image twice does no harm. A new decoder continues the answer: the gateway sends the prompt and
 the token ids that were generated so far. The client therefore sees one answer without a gap.
-`Losses` counts the processes that died during the request, because the request may have killed
-them, and ends the request after the second death. An unreadable image ends the request at once.
+`Losses` counts the encoders and the decoders that died during the request, because the request may
+have killed them, and ends the request after the second death of a kind. An unreadable image ends
+the request at once.
 
 `ChatService.answer` makes one `Attempts` for each request. This file knows nothing of HTTP or text.
 """
@@ -388,7 +389,8 @@ class Attempts:
         self._interrupted_at = 0.0
 
     async def _recover(self, failure: RetryableFailure) -> None:
-        """Ends a failed attempt, and excludes the pod that has failed from the next attempts.
+        """Ends a failed attempt. A decoder that has failed is excluded from the next attempts here,
+        an encoder by the call that it has failed.
 
         Raises:
             TriptychError: the request may not be tried again.

@@ -105,9 +105,9 @@ class ChatService:
         draft = self.drafts.cut(draft, request, decoder.max_model_len, num_answer_tokens)
         answer_format = await self.answers.format_of(request, draft.tail)
         sampling = self.sampling.read(request, decoder.vocab_size)
-        # The length of the prompt is checked twice. In the draft, each image is a single token, so
-        # the first check refuses a text that is too long before any image is loaded. The second
-        # check, below, is made when each image has all its tokens.
+        # The number of tokens is checked here and below. In the draft, each image is a single
+        # token, so this check refuses a text that is too long before any image is loaded. The
+        # check below is made when each image has all its tokens.
         self.sampling.limit(sampling, request, len(draft.token_ids), decoder.max_model_len)
         images: list[Image] = []
         videos: list[Video] = []
@@ -279,7 +279,7 @@ class ChatService:
             model: name of the model in a request. None if the request names no model.
 
         Raises:
-            ModelNotFound: `model` is not the served model.
+            ModelNotFound: `model` is neither the served model nor one of its adapters.
             Unavailable: no decoder is healthy.
         """
         self.check_model(model)

@@ -88,10 +88,9 @@ class Losses:
             self.num_lost[service] += 1
 
     def readmit_encoders(self) -> None:
-        """Allows all encoders again, so that even a lone encoder is tried a second time.
+        """Allows all encoders again, when no other encoder is left to try.
 
-        `num_lost` keeps its value. If an encoder is lost a second time, `num_lost` counts both
-        losses.
+        `num_lost` keeps its value, and counts an encoder that is lost again a second time.
         """
         self.excluded["encoder"].clear()
         self._lost["encoder"].clear()

@@ -30,7 +30,7 @@ _WARM_UP_PARAMS = (
     SamplingParams(repetition_penalty=1.1, logit_bias={0: 1.0}, min_tokens=1, stop_token_ids=(0,)),
 )
 
-# What `Sampler.prepare` returns. Greedy sampling needs `MaskedRows`, or None without token masks.
+# What `Sampler.prepare` returns: for greedy sampling `MaskedRows`, and None without token masks.
 Sampling = SamplingInputs | MaskedRows | None
 
 
@@ -156,7 +156,7 @@ class ModelRunner:
             sampled = self.sampler.sample(logits, sampling)
             self._keep(rows, sampled.token_ids)
             return self.readback.tokens(sampled, sampling)
-        if token_ids is None:  # A step that ran as a CUDA graph has sampled already.
+        if token_ids is None:  # The step did not run as a CUDA graph, which would have sampled.
             token_ids = self._model.ops.greedy(logits)
             self._keep(rows, token_ids)
         if sampling is not None:  # Rows with a mask are sampled again, under their masks.

@@ -39,7 +39,7 @@ class Batch:
         load: the step's work, for predicting its time. None if no prompt waits.
         launched_at: time of the launch, by the engine's clock.
         num_drafts: number of drafts. A batch with drafts has no prompts.
-        num_head_drafts: see `SampleStep.num_drafts`.
+        num_head_drafts: see `SampleStep.num_head_drafts`.
         may_have_adapters: False if no sequence has an adapter, so that `to_step` looks for none.
     """
 
@@ -153,7 +153,7 @@ class Batch:
 
 
 def _token_masks(sampling: list[Chunk], first: int) -> dict[int, Int32Array]:
-    """Returns the token masks by index in `sampling`. Chunks before `first` have no mask."""
+    """Returns the token masks by index in `sampling`. Masks of chunks before `first` are late."""
     return {
         index: mask
         for index in range(first, len(sampling))

@@ -71,8 +71,8 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the ids of the blocks that have the sequence's longest cached prefix: of
-        registered blocks, and negative ones of blocks in the host's memory (`HostSlots`).
+        """Returns the ids of the blocks that have the sequence's longest cached prefix. The id of a
+        block that is only in the host's memory is negative (`HostSlots`).
 
         With recurrent states, the prefix ends at a checkpoint. The sequence's last token is never
         part of the prefix, because it has to be computed so that a next token can be sampled. If

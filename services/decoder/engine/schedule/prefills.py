@@ -93,10 +93,9 @@ class Prefills:
         self.waiting.release_row(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes the row and the blocks from a sequence, which waits again and will compute all its
-        tokens again. Its full blocks stay in the prefix cache, where the sequence will find them
-        unless others have reused them. A sequence of the decode phase has to be removed there
-        first.
+        """Takes the row and the blocks from a sequence, which waits again. It will compute its
+        tokens again, except those whose blocks it still finds in the prefix cache then. A sequence
+        of the decode phase has to be removed there first.
         """
         stalled = sequence.sequence_id in self.stalled
         self._blocks.register(sequence)

@@ -5,7 +5,7 @@ goes to prompts, which are computed in chunks (`StepBudget`). A step is planned 
 before it still runs, so the ids of the tokens of that step are not known. To plan, the number of a
 sequence's tokens is enough. The engine finds stop tokens when the ids arrive.
 
-A sequence is always in exactly one of these queues, which belong to `Prefills` and `Decodes`:
+Until it is finished, a sequence is in exactly one queue. They belong to `Prefills` and `Decodes`:
 
     waiting ──admit──▶ prefilling ──last token──▶ decoding ──▶ finished
          ▲                │   ▲                    │    ▲
@@ -23,9 +23,10 @@ A sequence is always in exactly one of these queues, which belong to `Prefills` 
   (`Prefills.min_partial_tokens`).
 - *decoding*: the prompt is computed. Every step computes the sequence's next token.
 - *awaiting*: the sequence takes part in no step until its newest token has arrived, because it has
-  drafts (`speculation`) or token masks. With token masks, it also waits for the next mask. If
-  `late_masks` is set, masks may arrive while the step is computed. A sequence with token masks is
-  then *decoding*, and becomes *awaiting*, without a token, only if its mask comes too late.
+  guesses of the next tokens (*drafts*, see `speculation`) or token masks. With token masks, it also
+  waits for the next mask. If `late_masks` is set, masks may arrive while a step is computed: a
+  sequence with token masks is *decoding* then. If its mask comes too late, it gets no token from
+  the step and becomes *awaiting*.
 
 The picture leaves out three transitions: a sequence that is preempted while prefilling, decoding or
 awaiting waits again; a waiting sequence may be parked; and a sequence can finish in every queue.
@@ -35,9 +36,9 @@ host does not know how many tokens a step in flight yields. The plan assumes the
 sequence gets blocks for that many tokens, and `num_computed_tokens` is corrected when fewer arrive.
 A sequence is not planned if the tokens in flight may bring it to its maximum length.
 
-Any sequence with a row can be preempted: it loses row and blocks, and later computes all tokens
-again. If its images have been released by then, the front has to obtain them again, unless the
-prefix cache has the keys and values of their tokens.
+Any sequence with a row can be preempted: it loses row and blocks, and later computes again all
+tokens that are not in the prefix cache by then. If images of these tokens have been released, the
+front has to obtain them again.
 """
 
 import numpy as np
@@ -252,8 +253,8 @@ class Scheduler:
         self.decodes.extended = batch.extended + self.decodes.extended
 
     def abandon(self, batch: Batch) -> None:
-        """Reverts a batch whose launch has failed. Its sequences are preempted and compute all
-        their tokens again, because the contents of their rows on the device are undefined.
+        """Reverts a batch whose launch has failed. Its sequences are preempted, because the
+        contents of their rows on the device are undefined.
         """
         self.roll_back(batch)
         self.blocks.launch_failed()
@@ -290,8 +291,8 @@ class Scheduler:
         self.decodes.append_blocks(lacking)
 
     def _victim(self) -> Sequence:
-        """Returns the sequence to preempt next: one with background work if there is any, else the
-        stalled sequence that was admitted last, else the one that `Admission` chooses.
+        """Returns the sequence to preempt next: one of a batch (`AddSequence.background`) if there
+        is any, else the stalled one that was admitted last, else the one that `Admission` chooses.
         """
         victim = self.prefills.waiting.victim(self.running())
         if self.prefills.stalled and not victim.message.background:

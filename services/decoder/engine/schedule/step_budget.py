@@ -1,6 +1,6 @@
 """The step budget: the time and the tokens that prompts may use in one step. Pure Python.
 
-The model `StepCost` predicts how many milliseconds a step lasts, and how many prompt tokens fit
+`StepCost` predicts how many milliseconds a step lasts, and how many prompt tokens fit
 into the time that a step may last.
 """
 
@@ -32,8 +32,9 @@ class StepBudget:
         factor = _LONE_PROMPT_FACTOR if alone else 1
         least = min(max_tokens, load.tokens + factor * cost.min_chunk)
         whole = Limit(factor * cost.bound(step_ms), max_tokens, least)
-        # A prompt is long if its tokens do not fit into a whole step. The step's size is then
-        # limited once more (`StepCost.efficient_tokens`), which makes no more prompts long.
+        # A prompt is long if its tokens do not fit into a step of this size. Afterwards the size is
+        # limited once more, to the most efficient one, which does not change which prompts are
+        # long.
         self._longest_chunk = cost.fitting_tokens(load, 0, whole)
         if not alone:
             whole = whole._replace(tokens=min(max_tokens, cost.efficient_tokens))
