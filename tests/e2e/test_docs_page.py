@@ -29,7 +29,8 @@ def status_of(title: str) -> int:
     """That an example's answer has: the response, the file or the batch that it names is nobody's,
     and the model of the stack generates text, so that the endpoints of models for search refuse it.
     """
-    if title.rpartition("/")[2] in ("embeddings", "rerank", "score") or title == "POST /v1/batches":
+    of_search = "embeddings", "pooling", "rerank", "score"
+    if title.rpartition("/")[2] in of_search or title == "POST /v1/batches":
         return 400
     names = "responses", "media", "files", "batches"
     return 404 if any(f"/v1/{name}/{{name}}" in title for name in names) else 200

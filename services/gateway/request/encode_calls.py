@@ -6,6 +6,7 @@ the loss first.
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -39,6 +40,8 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.completion import Completion, Medium
 from services.gateway.request.losses import Losses, RetryableFailure
 from services.gateway.request.mailbox import Mailbox
+
+log = logging.getLogger(__name__)
 
 # Time to wait for the outcome of calls to an encoder that a decoder, or another call, has found
 # lost. An encoder whose engine has ended answers its calls at once.
@@ -126,9 +129,8 @@ class EncodeCalls:
         self.coming.num_tokens = sum(
             run.num_tokens for key, run in zip(self.keys, runs, strict=True) if key in self._calls
         )
-        await asyncio.sleep(
-            0
-        )  # The calls are sent before the prompt, whose decoder waits for them.
+        # The calls are sent before the prompt, whose decoder waits for them.
+        await asyncio.sleep(0)
         return [
             pb.ImageRef(
                 image_key=key,
@@ -319,6 +321,10 @@ class EncodeCalls:
             return ProcessLost("the encoder did not answer in time")
         except TriptychError as error:
             return error.without_frames()
+        except Exception:
+            # Without an outcome, the request would wait for its deadline.
+            log.exception("the call of the encoder %s failed", pod.address)
+            return InternalError("the call of an encoder failed")
         if done.num_tokens != run.num_tokens:
             return InternalError("an encoder returned an embedding of the wrong size")
         return done

@@ -89,6 +89,23 @@ def test_broken_encoder_costs_a_retry(pair, failure, monkeypatch):
     assert sent.count(second.address) == 1
 
 
+def test_a_fault_of_the_call_itself_costs_a_retry_and_not_the_deadline(pair, monkeypatch):
+    url = new_image()
+    answer(pair.chat(messages=asking(url)))
+    first, second = serving(pair)
+
+    async def faulty(*_: object) -> None:
+        raise TypeError("a fault of the gateway")
+
+    pods = pair.gateway.service.encoders.pods
+    pod = next(pod for pod in pods if pod.address == first.address)
+    monkeypatch.setattr(pod, "encode", faulty)
+    for decoder in pair.decoders:
+        decoder.before = once(lambda: second.requests)
+    assert answer(pair.chat(messages=asking(url))) == "A red circle."
+    assert len(second.requests) == 1
+
+
 def test_killed_encoder_costs_a_retry(pair):
     url = new_image()
     answer(pair.chat(messages=asking(url)))
