@@ -58,6 +58,16 @@ def harness_of(checkpoints: int = 8, **info: Any) -> Harness:
     return Harness(has_states=True, num_checkpoints=checkpoints, **info)
 
 
+def test_a_state_stays_on_the_host_while_the_blocks_of_its_prefix_are_loaded() -> None:
+    """The blocks for the first prompt are taken from the second, whose state then leaves, too."""
+    harness = harness_of(1, num_blocks=16, num_host_blocks=60, num_host_states=1)
+    for number in (0, 1, 2):
+        harness.add(add_message(number, prompt_of(number % 2, 50), max_tokens=2))
+        harness.run()
+    assert hits(harness) == 40 and harness.runner.num_restored_from_host == 1
+    harness.assert_all_as_alone()
+
+
 def hits(harness: Harness) -> int:
     return harness.engine.stats().num_prefix_hit_tokens
 

@@ -253,9 +253,9 @@ class Prefills:
         return head.sequence_id, self._blocks.num_free, self._blocks.num_registrations
 
     def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
-        self._blocks.allocate(sequence, len(sequence.token_ids), prefix)
         computed = sequence.num_computed_tokens = len(prefix) * self._blocks.block_size
-        self._blocks.states.admitted(sequence)
+        self._blocks.states.admitted(sequence)  # before blocks are taken, which may evict states
+        self._blocks.allocate(sequence, len(sequence.token_ids), prefix)
         if sequence.admission == 0:
             # If another decoder has begun the answer, completion tokens may be cached, too. They do
             # not count as cached prompt tokens.

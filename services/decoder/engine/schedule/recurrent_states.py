@@ -45,7 +45,9 @@ class NoStates:
         """Moves the checkpoint to the host, because the block leaves the KV cache."""
 
     def admitted(self, sequence: Sequence) -> None:
-        """Notes that the sequence has a row and a cached prefix of `num_computed_tokens`."""
+        """Notes that the sequence gets a row and a cached prefix of `num_computed_tokens`, whose
+        state it will need. Call this before the sequence gets blocks, which may evict states.
+        """
 
     def boundary(self, num_tokens: int) -> int:
         """Returns the last index up to `num_tokens` at which a chunk within a prompt may end."""
