@@ -153,7 +153,7 @@ class Engine:
         if self.planned is None and self.scheduler.is_steady:
             batch = self.scheduler.schedule()
             if batch.chunks:
-                self.planned = batch, batch.to_step()
+                self.planned = batch, self._blocks.with_copies(batch.to_step())
                 self.runner.prepare(self.planned[1])
 
     def handle(
@@ -311,9 +311,8 @@ class Engine:
             if sequence.first_scheduled_at == 0.0:
                 sequence.first_scheduled_at = now
         self._times.launching(batch, now, in_flight=bool(self.pending))
-        step = batch.to_step() if self.planned is None else self.planned[1]
-        self.planned = None
-        self._blocks.add_copies(step.compute)
+        planned, self.planned = self.planned, None
+        step = self._blocks.with_copies(batch.to_step()) if planned is None else planned[1]
         try:
             pending = self.runner.execute(step)
         except self._out_of_memory as error:

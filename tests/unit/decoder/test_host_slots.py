@@ -86,6 +86,20 @@ def test_a_poisoned_prompt_is_not_found_on_the_host() -> None:
     check_host_slots(blocks.host)
 
 
+def test_a_step_that_was_planned_ahead_saves_the_blocks_that_it_takes() -> None:
+    """Other ranks get the step when it is planned, not when it is launched."""
+    harness = Harness(num_blocks=16, num_host_blocks=64, plans=True, mask_after=1)
+    for number in range(4):
+        answer(harness, number, prompt_of(number, 8))
+    harness.add(add_message(4, prompt_of(4, 8), max_tokens=48, token_masks=True))
+    harness.run()
+    stats = harness.engine.stats()
+    assert stats.num_blocks_to_host > 4 and harness.runner.num_as_prepared > 4
+    for number in range(4):
+        assert answer(harness, 5 + number, prompt_of(number, 8) + prompt_of(9, 2)) == 8
+    harness.assert_all_as_alone()
+
+
 def crowd(seed: int, num_host_blocks: int, *, failing: bool) -> Harness:
     """Forty sequences over six beginnings, several at once, in a cache that holds one or two."""
     chance = random.Random(seed)

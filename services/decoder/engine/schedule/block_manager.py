@@ -17,7 +17,7 @@ from services.decoder.engine.schedule.host_slots import HostSlots
 from services.decoder.engine.schedule.prefix_hash import extend_hashes
 from services.decoder.engine.schedule.recurrent_states import NoStates
 from services.decoder.engine.schedule.sequence import Sequence
-from services.decoder.engine.step import ComputeStep
+from services.decoder.engine.step import Step
 
 
 class BlockManager:
@@ -183,10 +183,11 @@ class BlockManager:
             self.states.drop(block_hash)
             self._unregister(block)
 
-    def add_copies(self, step: ComputeStep) -> None:
-        """Adds the planned copies to and from the host to a step that is launched now."""
-        step.block_saves, step.block_loads = self.host.copies()
-        step.checkpoint_saves, _ = self.states.host.copies()
+    def with_copies(self, step: Step) -> Step:
+        """Adds the planned copies to and from the host to the next step, and returns it."""
+        step.compute.block_saves, step.compute.block_loads = self.host.copies()
+        step.compute.checkpoint_saves, _ = self.states.host.copies()
+        return step
 
     def launched(self) -> None:
         """Notes that the step with the planned copies was launched."""
