@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from services.gateway.clients.pods import Pod
+from services.gateway.clients.served_adapters import LOAD_TIMEOUT_S
 from tests.gateway_stack import MODEL, GatewayStack
 
 SURFACES = {
@@ -115,6 +117,21 @@ def test_an_adapter_that_one_decoder_refuses_is_on_none(pair: GatewayStack) -> N
     pair.decoders[1].refuses_adapters = "out of memory"
     assert load(pair).status_code == 400
     assert not pair.decoders[0].adapters and names(pair) == {MODEL: None}
+
+
+def test_a_decoder_may_take_longer_to_load_than_to_answer_a_check(
+    pair: GatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ask = list[tuple[str, tuple[float, ...]]](), Pod.ask
+
+    async def recorded(pod, method, request, *timeout_s):
+        asked.append((type(request).__name__, timeout_s))
+        return await ask(pod, method, request, *timeout_s)
+
+    monkeypatch.setattr(Pod, "ask", recorded)
+    assert load(pair).status_code == 200
+    found = [timeout_s for name, timeout_s in asked if name == "LoadAdapterRequest"]
+    assert found == [(LOAD_TIMEOUT_S,)] * 2
 
 
 def test_only_decoders_with_the_adapter_get_its_requests(pair: GatewayStack) -> None:

@@ -175,7 +175,12 @@ class AdapterTable:
                     "start decoders with more (--max-adapters, DECODER_MAX_ADAPTERS)"
                 )
             slot = self._free.pop()
-            if error := await self._ask(LoadAdapter(slot, directory)):
+            try:
+                error = await self._ask(LoadAdapter(slot, directory))
+            except asyncio.CancelledError:  # The caller has given up, and gets no adapter.
+                self._empty(slot)
+                raise
+            if error:
                 self._free.append(slot)
                 raise InvalidRequest(error)
             self._by_digest[digest] = LoadedAdapter(name, digest, directory, slot)
@@ -221,9 +226,12 @@ class AdapterTable:
         """Empties the slot of an adapter that was unloaded and that no sequence uses."""
         if adapter.is_leaving and not adapter.num_sequences:
             del self._by_digest[adapter.digest]
-            self._ask(LoadAdapter(adapter.slot, ""))
-            # The engine empties the slot before it handles any later message.
-            self._free.append(adapter.slot)
+            self._empty(adapter.slot)
+
+    def _empty(self, slot: int) -> None:
+        self._ask(LoadAdapter(slot, ""))
+        # The engine empties the slot before it handles any later message.
+        self._free.append(slot)
 
 
 def salted(cache_salt: bytes, adapter: LoadedAdapter | None) -> bytes:

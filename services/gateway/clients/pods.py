@@ -193,14 +193,19 @@ class Pod:
             response_deserializer=answer.FromString,
         )
 
-    async def ask(self, method: Method[RequestT, AnswerT], request: RequestT) -> AnswerT:
-        """Calls a method that answers quickly.
+    async def ask(
+        self,
+        method: Method[RequestT, AnswerT],
+        request: RequestT,
+        timeout_s: float = _ASK_TIMEOUT_S,
+    ) -> AnswerT:
+        """Calls a method that answers quickly, unless another timeout is given.
 
         Raises:
             TriptychError: the pod fails or does not answer.
         """
         try:
-            return await method(request, timeout=_ASK_TIMEOUT_S)
+            return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as failure:
             raise error_from_rpc(failure, f"the {self.service}") from None
 

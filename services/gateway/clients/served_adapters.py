@@ -12,6 +12,9 @@ from services.common.pb import decoder_pb2 as pb
 from services.gateway.clients.decoders import DecoderPod, DecoderPool
 from services.gateway.tenancy.tenants import bound_tenant
 
+# Time in which a decoder reads an adapter's files, twice, and copies its weights to the device.
+LOAD_TIMEOUT_S = 120.0
+
 
 def served_adapters(decoders: DecoderPool) -> dict[str, pb.Adapter]:
     """Returns the adapters that the caller's tenant may use, by name.
@@ -39,9 +42,10 @@ async def load_adapter(
         load_inplace: True if the adapter takes the place of one that is loaded under the name.
 
     Raises:
-        InvalidRequest: a decoder cannot serve the adapter, which then no decoder serves.
-        ModelNotFound: a decoder has no such directory, and then no decoder serves the adapter.
-        Unavailable: no decoder is healthy.
+        InvalidRequest: a decoder cannot serve the adapter, which then no decoder serves. A decoder
+            that has refused to replace an adapter keeps the former one.
+        ModelNotFound: a decoder has no such directory. The same holds.
+        Unavailable, DeadlineExceeded: no decoder is healthy, or one does not answer.
     """
     pods = decoders.healthy()
     if not pods:
@@ -51,7 +55,8 @@ async def load_adapter(
         raise InvalidRequest(already_loaded(name), param="lora_name")
     request = pb.LoadAdapterRequest(name=name, directory=directory, load_inplace=load_inplace)
     answers = await asyncio.gather(
-        *(pod.ask(pod.load_adapter, request) for pod in pods), return_exceptions=True
+        *(pod.ask(pod.load_adapter, request, LOAD_TIMEOUT_S) for pod in pods),
+        return_exceptions=True,
     )
     failures = [answer for answer in answers if isinstance(answer, BaseException)]
     done = [

@@ -141,3 +141,20 @@ def test_salts_differ_by_adapter_and_by_tenant(tmp_path):
     adapters = [table.take(each.digest) for each in table.described()]
     salts = {salted(tenant, each) for tenant in (b"", b"t") for each in (None, *adapters)}
     assert len(salts) == 6
+
+
+async def test_a_call_that_is_given_up_leaves_the_slot_free(tmp_path):
+    engine, path = Engine(), write(tmp_path / "a")
+    table = AdapterTable({}, 1, engine)  # type: ignore[arg-type]
+    task = asyncio.create_task(table.load("one", str(path)))
+    while not engine.messages:
+        await asyncio.sleep(0.001)
+    task.cancel()  # as gRPC does when the caller's time is over
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.messages == [LoadAdapter(0, str(path)), LoadAdapter(0, "")]
+    for _ in engine.messages:
+        table.answered(AdapterLoaded())
+    assert not table.described()
+    await loaded(table, engine, "two", path)
+    assert [each.name for each in table.described()] == ["two"]
