@@ -122,3 +122,24 @@ def test_a_tower_that_no_encoder_has_is_an_error_and_no_other_tower(
     assert status == 503 and "ENCODER_ADAPTERS" in text
     assert not adapted.encoder.requests
     assert adapted.chat(model="new").status_code == 200  # without an image
+
+
+def test_encoders_that_have_the_tower_are_found_among_others(loop_thread, tmp_path) -> None:
+    """As while encoders get an adapter one after another."""
+    stack = GatewayStack(loop_thread, tmp_path, num_encoders=3, log_level="ERROR")
+    try:
+        having = stack.encoders[2]
+        having.description.adapters.append(GUI)
+        stack.decoder.adapters["gui"] = decoder_pb2.Adapter(
+            name="gui", digest=GUI, adapts_tower=True
+        )
+        pods = stack.gateway.service
+        stack.wait(lambda: any(pod.adapters for pod in pods.decoders.healthy()))
+        stack.wait(lambda: any(pod.description.adapters for pod in pods.encoders.healthy()))
+        stack.wait(lambda: len(pods.encoders.healthy()) == 3)
+        assert ask(stack, "gui")[0] == 200
+        assert [each.adapter for each in having.requests] == [GUI]
+        assert ask(stack, MODEL)[0] == 200
+        assert [each.adapter for e in stack.encoders[:2] for each in e.requests] == [b""]
+    finally:
+        stack.close()

@@ -44,7 +44,7 @@ class Uploads:
         cause: TriptychError | None = None
         for pod in self._ranked(digest)[:2]:
             try:
-                upload = pod.unary("Upload", pb.UploadRequest, pb.UploadResponse)
+                upload = pod.bulk("Upload", pb.UploadResponse)
                 request = pb.UploadRequest(file=data, tenant=tenant)
                 ttl_s = (await pod.call(upload, request, _TIMEOUT_S)).kept_s
             except Unavailable as error:
@@ -111,7 +111,7 @@ async def _download(pod: EncoderPod, digest: bytes, tenant: str, *, forget: bool
         NotFound: the encoder has no file of the tenant with that digest.
         TriptychError: see `EncoderPod.encode`.
     """
-    download = pod.unary("Download", pb.DownloadRequest, pb.DownloadResponse)
+    download = pod.bulk("Download", pb.DownloadResponse)
     request = pb.DownloadRequest(digest=digest, tenant=tenant, forget=forget)
     return (await pod.call(download, request, _TIMEOUT_S)).file
 

@@ -101,10 +101,10 @@ class EncodeCalls:
         request, runs = self.request, self.request.prompt.runs
         if not runs:
             return []
-        description = self.encoders.description()
+        self._adapter = request.adapter.digest if request.adapter.adapts_tower else b""
+        description = self.encoders.description(self._adapter)
         if description is None:
             raise self.losses.no_pod_left()
-        self._adapter = request.adapter.digest if request.adapter.adapts_tower else b""
         if self._adapter and self._adapter not in description.adapters:
             raise Unavailable(
                 f"no encoder has the vision tower of the adapter {request.adapter.name} "

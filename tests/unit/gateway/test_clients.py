@@ -452,6 +452,32 @@ async def test_only_an_encoder_that_had_the_call_is_lost_with_it():
 
 
 @in_loop
+async def test_a_message_with_a_file_is_serialized_once():
+    """Its bytes are the call's, its announced size, and the work that is under way."""
+    pod = EncoderPod("127.0.0.1:1", ServedModel(), DIALER)
+    answer, sent, num_serialized = asyncio.get_running_loop().create_future(), [], 0
+
+    class Message:
+        def SerializeToString(self):
+            nonlocal num_serialized
+            num_serialized += 1
+            return b"x" * 1000
+
+    def method(data, *, timeout, metadata):
+        sent.append((data, dict(metadata)))
+        return answer
+
+    asked = asyncio.ensure_future(pod.call(method, Message(), PATIENCE_S))
+    await turns()
+    assert pod.work.seconds == pod.work.cost(0, 1000) > 0
+    answer.set_result("done")
+    assert await asked == "done" and num_serialized == 1 and pod.work.seconds == 0
+    ((data, metadata),) = sent
+    assert len(data) == 1000 and "1000" in metadata.values()
+    await pod.close()
+
+
+@in_loop
 async def test_an_encoder_that_fails_a_health_check_has_a_last_word():
     """A front whose engine has ended says so, and stops: the check may overtake that."""
     fake = FakeEncoder()
