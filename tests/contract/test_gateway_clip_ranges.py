@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from services.common.errors import EngineLost
+from services.common.errors import EngineLost, Overloaded
 from tests.contract.test_gateway_video import ask, asking, clip, video
 from tests.fakes import FakeEncoder, once, raising
 from tests.gateway_fixtures import image_url
@@ -150,6 +150,31 @@ def test_the_range_of_a_lost_encoder_is_taken_by_another(four, place):
     # One encoder has taken the range, and no other file has travelled twice.
     assert sum(of_lost <= {r.image_key for r in e.requests} for e in other) == 1
     assert all(len(encoder.probes) == 1 for encoder in other)
+
+
+def test_a_refused_file_stays_with_the_encoder_that_has_probed_it(four):
+    """One further encoder refuses the file, before the two others answer."""
+    released, num_probes = threading.Event(), 0
+
+    async def refuse(_):
+        nonlocal num_probes
+        num_probes += 1
+        if num_probes == 2:
+            await once(lambda: num_probes == 4 and bool(four.decoder.submits))(_)
+            raise Overloaded("full of videos", retry_after_s=1)
+        if num_probes > 2:
+            await once(released.is_set)(_)
+
+    for encoder in four.encoders:
+        encoder.before_probe = refuse
+    four.decoder.before = once(lambda: len(times_encoded(four)) == 16)
+    try:
+        ask(four, long("refused"))
+    finally:
+        released.set()
+    (home,) = team(four)
+    assert len(home.requests) == 16 and num_probes == 4
+    assert len(four.decoder.submits) == 2
 
 
 def test_two_lost_engines_end_a_divided_clip(four):

@@ -235,7 +235,8 @@ class EncodeCalls:
     ) -> dict[bytes, EncoderPod]:
         """Chooses the encoders of a clip's units: the encoder that has probed the file, and idle
         encoders if the clip is long enough. While all encoders are busy, a clip is not divided,
-        because each further encoder has to read the whole file.
+        because each further encoder has to read the whole file. Nor is it divided again after an
+        encoder has failed the request.
 
         Args:
             image: index of the clip in the request.
@@ -247,6 +248,8 @@ class EncodeCalls:
         home = next((pod for pod in pods if pod.address == video.address), None)
         home = home or for_file(pods, digest, len(video.file.data))
         idle = [pod for pod in pods if pod is not home and not pod.num_in_flight]
+        if self.losses.excluded["encoder"]:
+            idle = []
         team = [home, *sorted(idle, key=lambda pod: rank(pod.address, digest))]
         ranges = video.ranges.divide([runs[index].unit for index in units.values()], len(team))
         return {key: team[number] for key, number in zip(units, ranges, strict=True)}
@@ -288,19 +291,26 @@ class EncodeCalls:
             self.mailbox.put(outcome)
         else:
             self.losses.add("encoder", pod.address, outcome, image.param, image.kind)
-            self._give_up_video(run.image, pod.address)
+            self._give_up_video(run.image, pod.address, outcome)
             self.mailbox.put(RetryableFailure(outcome, "encoder", pod.address))
 
-    def _give_up_video(self, index: int, address: str) -> None:
+    def _give_up_video(self, index: int, address: str, error: TriptychError) -> None:
         """Cancels an encoder's remaining calls for a video file after a call has failed, because
         they would fail for the same reason.
+
+        If the encoder was not lost, all calls are cancelled but those to the encoder that has
+        probed the file. Otherwise the others could refuse the file, too, and one after another use
+        up the request's attempts.
         """
-        medium = self.request.images[index]
-        if medium.file is None:
+        video = self.request.images[index]
+        if not isinstance(video, Video) or video.file is None:
             return
+        home = video.address
+        is_refused = address != home and not isinstance(error, ProcessLost)
         keys = {self.keys[i] for i, r in enumerate(self.request.prompt.runs) if r.image == index}
         for key in keys & self._calls.keys():
-            if self._calls[key].address == address:
+            found = self._calls[key].address
+            if found == address or (is_refused and found != home):
                 self._calls.pop(key).task.cancel()
 
     async def _outcome(
