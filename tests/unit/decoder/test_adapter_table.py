@@ -147,7 +147,7 @@ async def test_a_call_that_is_given_up_leaves_the_slot_free(tmp_path):
     engine, path = Engine(), write(tmp_path / "a")
     table = AdapterTable({}, 1, engine)  # type: ignore[arg-type]
     task = asyncio.create_task(table.load("one", str(path)))
-    while not engine.messages:
+    while not engine.messages:  # noqa: ASYNC110 - a list of a fake
         await asyncio.sleep(0.001)
     task.cancel()  # as gRPC does when the caller's time is over
     with pytest.raises(asyncio.CancelledError):
