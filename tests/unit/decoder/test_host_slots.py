@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from services.decoder.engine.messages import ResetPrefixCache
+from services.decoder.engine.messages import ImageSpan, ResetPrefixCache
 from services.decoder.engine.schedule.host_slots import HostSlots
-from tests.engine_harness import Harness, prompt_of
+from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.engine_programs import fail_at
 from tests.fake_runner import add_message
 from tests.integrity import check_host_slots
@@ -100,6 +100,22 @@ def test_a_step_that_was_planned_ahead_saves_the_blocks_that_it_takes() -> None:
     harness.assert_all_as_alone()
 
 
+def test_a_poisoned_prompt_is_not_found_although_its_sequence_was_preempted_meanwhile() -> None:
+    """Its blocks are in the prefix cache, and not its own any more, when its token arrives."""
+    harness = Harness(num_blocks=8, num_host_blocks=64)
+    harness.runner.poisoned = {KEYS[0]}
+    harness.add(add_message(0, prompt_of(0, 7), max_tokens=9))
+    image = (ImageSpan(KEYS[0], 4, 6),)
+    harness.add(add_message(1, prompt_of(1, 24), images=image, max_tokens=2))
+    (_, second) = harness.engine.sequences.values()
+    harness.step()
+    harness.step()
+    assert second.num_preemptions == 1 and harness.ends == {1: "failed"}
+    blocks = harness.engine.scheduler.blocks
+    assert len(second.block_hashes) == 6
+    assert not any(blocks.block_of.get(h) or blocks.host.find(h) for h in second.block_hashes)
+
+
 def crowd(seed: int, num_host_blocks: int, *, failing: bool) -> Harness:
     """Forty sequences over six beginnings, several at once, in a cache that holds one or two."""
     chance = random.Random(seed)
@@ -180,4 +196,21 @@ def test_slots_are_reused_least_recently_used_first_and_not_while_a_step_uses_th
     assert host.find(b"3") is None
     host.launched()
     assert host.copies() == (None, None) and host.num_loaded == 1
+    check_host_slots(host)
+
+
+def test_a_block_that_is_not_loaded_yet_is_not_saved() -> None:
+    """The launch of its step has failed, and its copy was dropped, because a prompt was poisoned
+    that had the same contents in another block.
+    """
+    host = HostSlots(2)
+    host.save(b"1", 10)
+    host.launched()
+    host.load(b"1", 20)
+    host.failed()
+    host.drop(b"1")
+    host.save(b"1", 20)  # the block is given away
+    assert host.find(b"1") is None and host.copies()[0] is None
+    host.launched()
+    assert not host.slot_of
     check_host_slots(host)

@@ -169,7 +169,9 @@ class BlockManager:
 
     def invalidate(self, sequence: Sequence) -> None:
         """Removes a sequence's blocks and states from the prefix cache: their values are wrong."""
-        for block in sequence.block_table:
+        # If the sequence was preempted since, its blocks are known by their hashes alone.
+        by_hash = [self.block_of.get(block_hash, -1) for block_hash in sequence.block_hashes]
+        for block in sequence.block_table or by_hash:
             self._unregister(block)
         for block_hash in sequence.block_hashes:
             self.states.drop(block_hash)

@@ -78,7 +78,8 @@ class HostSlots:
     def save(self, block_hash: bytes, number: int) -> None:
         """Plans to copy what may get new contents in the next step.
 
-        Nothing is copied if there is a copy already, or if the next step uses all slots.
+        Nothing is copied if there is a copy already, if the next step uses all slots, or if it is
+        yet to load the contents.
 
         Args:
             block_hash: name of the copy.
@@ -86,7 +87,7 @@ class HostSlots:
         """
         if block_hash in self.slot_of:
             self.slot_of.move_to_end(block_hash)
-        elif self.free or self._evict():
+        elif number not in self.loads and (self.free or self._evict()):
             slot = self.slot_of[block_hash] = self.saves[number] = self.free.pop()
             self.saving.add(slot)
 
