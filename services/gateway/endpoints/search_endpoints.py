@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pybase64
 from msgspec import UNSET, Raw
 
 from services.common.errors import InvalidRequest, TriptychError
@@ -218,21 +219,22 @@ async def pooling(search: SearchService, context: RequestContext, body: Body) ->
     as_text = request.encoding_format == "base64"
     bytes_per_token = search.num_values * (_BASE64_BYTES if as_text else _JSON_BYTES)
     runs = _Runs(search, context, request, bytes_per_token=bytes_per_token)
-    data: list[TokenVectors] = []
+    data: list[bytes] = []
     for index, vectors in enumerate(await runs.results(prompts)):
         shown: Any
         if as_text:
-            shown = base64.b64encode(vectors.tobytes()).decode()
+            shown = Raw(b'"%s"' % pybase64.b64encode(vectors.data.cast("B")))
         else:
             rows: list[Any] = []
             for vector in vectors:
                 rows.append(Raw(encode_json(vector.tolist())))
                 await asyncio.sleep(0)  # Other requests have a turn.
             shown = rows
-        data.append(TokenVectors(index, shown, truncated=runs.was_cut(index)))
+        data.append(encode_json(TokenVectors(index, shown, truncated=runs.was_cut(index))))
+        await asyncio.sleep(0)
     name = context.service.name_in_answer(request.model)
-    answer = TokenVectorsList(f"pool-{context.answer_id}", now(), name, data, runs.usage())
-    await context.exchange.write_json(answer)
+    answer = TokenVectorsList(f"pool-{context.answer_id}", now(), name, [], runs.usage())
+    await context.exchange.write_long_json(answer, data)
 
 
 async def rerank(version: str, search: SearchService, context: RequestContext, body: Body) -> None:

@@ -1,10 +1,13 @@
-"""What runs for a client ends with it, and only then."""
+"""What runs for a client ends with it, and only then; and long answers."""
 
 import asyncio
+import json
+from typing import Any
 
 import pytest
 from starlette.requests import ClientDisconnect
 
+from services.gateway.forms.responses import encode_json
 from services.gateway.http.exchange import Exchange
 from tests.noise import PATIENCE_S, turns
 
@@ -68,6 +71,25 @@ async def test_a_client_that_goes_after_the_last_byte_ends_nothing(exchange, con
         await turns()
         ended = True
     assert ended
+
+
+@pytest.mark.parametrize("num_entries", [1, 3])
+async def test_a_long_list_is_sent_entry_by_entry(connection, num_entries):
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    exchange = Exchange({}, connection.receive, send)  # pyright: ignore
+    entries = [{"index": index, "data": "x" * 100_000} for index in range(num_entries)]
+    content = {"model": '"data":[]', "data": [], "object": "list"}
+    await exchange.write_long_json(content, list(map(encode_json, entries)))
+    start, *pieces = sent
+    body = b"".join(piece["body"] for piece in pieces)
+    assert json.loads(body) == {**content, "data": entries} and exchange.finished
+    assert dict(start["headers"])[b"content-length"] == b"%d" % len(body)
+    assert max(len(piece["body"]) for piece in pieces) < 100_000
+    assert [piece["more_body"] for piece in pieces] == [True] * (len(pieces) - 1) + [False]
 
 
 async def test_a_cancellation_of_the_server_stays_one(exchange):
