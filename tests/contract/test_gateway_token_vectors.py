@@ -150,6 +150,16 @@ def test_documents_are_cut_and_queries_are_not(late: GatewayStack) -> None:
     assert [each.get("truncated") for each in found] == [True, None]
 
 
+def test_blanks_around_a_document_count_as_none_of_its_tokens(late: GatewayStack) -> None:
+    card, blanks = Card(late.model_directory), "\n\t " * 100
+    documents = [blanks + "a fox" + blanks, {"image": IMAGE, "text": "left?" + blanks}]
+    found = answer(late, "/v1/score", queries="q", documents=documents, max_tokens_per_doc=20)
+    prompts = [card.late_text("a fox"), placed(card.late_image("left?"))]
+    expected = [max_sim(card.late_text("q"), each) for each in prompts]
+    assert [each["score"] for each in found["data"]] == pytest.approx(expected, abs=1e-4)
+    assert not any("truncated" in each for each in found["data"])
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [

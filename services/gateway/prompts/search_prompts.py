@@ -92,7 +92,7 @@ class SearchPrompts:
     """Makes the prompts of one model for search. Thread-safe.
 
     Args:
-        spec: specification of the model, whose task is `embed` or `rank`.
+        spec: specification of the model, which is one for search.
         tokenizer: tokenizer of the model.
         bounds: bounds on the number of images and videos of a prompt.
 
@@ -156,7 +156,10 @@ class SearchPrompts:
         else:
             found = self._text_input(contents[0], instruction)
         if max_document_tokens is not None:
-            document = self._tokenizer.encode_text(text_of(request.messages[-1]))
+            text = text_of(request.messages[-1])
+            if self._task == "token_embed":
+                text = text.strip()  # as in the prompt
+            document = self._tokenizer.encode_text(text)
             if (excess := len(document) - max_document_tokens) > 0:
                 found = found.shortened(excess, self.placeholders)
         return replace(found, draft=replace(found.draft, images=images, videos=videos))
