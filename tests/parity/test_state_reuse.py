@@ -187,6 +187,19 @@ def test_restored_from_the_host(
     assert hits(engine) == 2 * (16 + 32 + 16)
 
 
+def test_states_are_not_kept_on_the_host_without_room_for_a_block(bench: Conversations) -> None:
+    """Three quarters of the memory are for blocks, each of which is larger than a few states."""
+    spec = bench.oracle.spec.text.linear_attention
+    assert spec is not None
+    size = StateCache.slot_bytes(spec, len(bench.oracle.spec.text.linear_layers), torch.float32)
+    info = bench.engine(
+        block_size=1024, kv_cache_bytes=1 << 24, checkpoint_bytes=1 << 20, max_model_len=128,
+        kv_host_bytes=4 * size,
+    ).info  # fmt: skip
+    assert info.num_checkpoints > 0
+    assert (info.num_host_blocks, info.num_host_states) == (0, 0)
+
+
 # Controls.
 
 

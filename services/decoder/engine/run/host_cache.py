@@ -19,6 +19,15 @@ BUFFER_BYTES = 128 << 20
 _BUFFERED_STATES = 2  # states are larger than blocks, and few are copied in a step
 
 
+def buffer_bytes(state_bytes: int) -> int:
+    """Returns the most bytes that the buffers on a GPU take.
+
+    Args:
+        state_bytes: bytes of a recurrent state. 0 if the model has none.
+    """
+    return BUFFER_BYTES + _BUFFERED_STATES * state_bytes
+
+
 class HostCache:
     """The copies of a step. Each rank has the slots of its own heads.
 

@@ -52,7 +52,7 @@ from services.decoder.engine.run.graphs import (
     mixed_buckets,
     prompt_buckets,
 )
-from services.decoder.engine.run.host_cache import BUFFER_BYTES
+from services.decoder.engine.run.host_cache import buffer_bytes
 from services.decoder.engine.run.images import ImageReader
 from services.decoder.engine.run.kv_cache import DeviceMemory, KVCacheShape
 from services.decoder.engine.run.model_runner import ModelRunner
@@ -210,7 +210,7 @@ def create_runner(
         budget = _fixed_budget(options, device)
         if budget is None:
             peak = _run_largest_step(make(info))
-            budget = _device_budget(options, device, peak)
+            budget = _device_budget(options, device, peak, _state_bytes(text, dtype))
         budget = min(ranks.exchange(budget))
         num_checkpoints, budget = _count_checkpoints(text, options, dtype, budget)
         longest = options.max_model_len or options.block_size
@@ -418,11 +418,13 @@ def _fixed_budget(options: RunnerOptions, device: torch.device) -> int | None:
     return None if device.type == "cuda" else _CPU_KV_CACHE_BYTES
 
 
-def _device_budget(options: RunnerOptions, device: torch.device, forward_peak: int) -> int:
+def _device_budget(
+    options: RunnerOptions, device: torch.device, forward_peak: int, state_bytes: int
+) -> int:
     """Returns the bytes of the KV pool that the largest step has left of a GPU."""
     memory = DeviceMemory.measure(device)
     budget = kv_cache.device_budget(memory, options.memory_fraction, forward_peak)
-    return budget - (BUFFER_BYTES if options.kv_host_bytes else 0)
+    return budget - (buffer_bytes(state_bytes) if options.kv_host_bytes else 0)
 
 
 def _host_slots(
@@ -436,14 +438,22 @@ def _host_slots(
     `checkpoints` of them on the device, a quarter of the memory is for states.
     """
     budget, num_states = options.kv_host_bytes, 0
-    if text.linear_attention is not None:
-        size = StateCache.slot_bytes(text.linear_attention, len(text.linear_layers), dtype)
-        num_states = budget // 4 // size if checkpoints else 0
+    if checkpoints:
+        size = _state_bytes(text, dtype)
+        num_states = budget // 4 // size
         budget -= num_states * size
+    num_blocks = budget // shape.block_bytes
     return {
-        "num_host_blocks": budget // shape.block_bytes,
-        "num_host_states": num_states,
+        "num_host_blocks": num_blocks,
+        "num_host_states": num_states if num_blocks else 0,  # a state is of no use alone
     }
+
+
+def _state_bytes(text: TextSpec, dtype: torch.dtype) -> int:
+    """Returns the bytes of a recurrent state. 0 if the model has none."""
+    if text.linear_attention is None:
+        return 0
+    return StateCache.slot_bytes(text.linear_attention, len(text.linear_layers), dtype)
 
 
 def _count_checkpoints(
@@ -452,7 +462,7 @@ def _count_checkpoints(
     """Returns how many checkpoints of recurrent states fit, and the bytes for the KV pool."""
     if text.linear_attention is None:
         return 0, budget
-    size = StateCache.slot_bytes(text.linear_attention, len(text.linear_layers), dtype)
+    size = _state_bytes(text, dtype)
     wanted = options.checkpoint_bytes
     count = (budget // 8 if wanted is None else wanted) // size
     return count, budget if options.kv_cache_bytes is not None else budget - count * size
