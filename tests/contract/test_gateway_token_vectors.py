@@ -94,6 +94,24 @@ def test_each_token_has_a_vector(late: GatewayStack) -> None:
     assert found["usage"]["prompt_tokens"] == sum(map(len, prompts))
 
 
+def test_a_vector_that_is_not_finite_is_no_answer(
+    late: GatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(ids: np.ndarray) -> np.ndarray:
+        found = vectors_of(ids)
+        found[1] = np.nan
+        return found
+
+    for decoder in late.decoders:
+        monkeypatch.setattr(decoder, "vector_of", spoiled)
+    for path, fields in (
+        ("/pooling", {"input": "a square", "task": "token_embed"}),
+        ("/v1/score", {"queries": "which?", "documents": ["a fox"]}),
+    ):
+        found = post(late, path, **fields)
+        assert found.status_code == 500 and "not finite" in found.text
+
+
 def test_messages_and_ids_are_inputs(late: GatewayStack) -> None:
     card = Card(late.model_directory)
     parts = [{"type": "image_url", "image_url": {"url": IMAGE}}, {"type": "text", "text": "x"}]

@@ -200,4 +200,6 @@ class SearchService:
         num_tokens = len(completion.prompt.token_ids)
         if found.size != num_tokens * len(vector) // 4:
             raise InternalError("the decoder has sent vectors of some tokens only")
+        if not np.isfinite(found).all():
+            raise InternalError("the model's output is not finite")
         return found.reshape(num_tokens, -1)

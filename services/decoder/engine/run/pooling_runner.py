@@ -52,8 +52,9 @@ class PoolingRunner(ModelRunner):
         """Pools all tokens of prompts but the last ones, with `token_embed`. The vectors are the
         fourth of the parts of `Scores`; the first three tell nothing.
 
-        A vector that is not finite spoils the vectors of all later tokens, by attention. The
-        sequence then fails with its last token.
+        A vector that is not finite spoils the vectors of all later tokens, by attention, and the
+        sequence fails with its last token. If the last layer has spoiled it, no other token's is,
+        so the gateway looks at all of them.
         """
         hidden = computed.hidden
         assert hidden is not None
