@@ -15,6 +15,8 @@ MEMORY_PER_BODY_BYTE = 4
 # Memory that a byte of an image or video takes that is not in the request's body: as received, and
 # in the call to an encoder.
 MEMORY_PER_FETCHED_BYTE = 3
+# Memory that a byte of a file takes in a call to an encoder: in the message, and in gRPC.
+MEMORY_PER_CALLED_BYTE = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,22 @@ def test_a_short_clip_and_a_clip_without_key_frames_go_to_one(four):
     assert len(team(four)) == 1
 
 
+def test_a_clip_is_divided_only_if_there_is_memory_for_the_calls(four, monkeypatch):
+    """The body of 1.4 MB counts four times, and the file of 1 MB twice for each further encoder."""
+    padding = "p" * 1_000_000
+    monkeypatch.setattr(four.gateway.admission.memory, "max_bytes", 10_000_000)
+    ask(four, long(padding + " small"))
+    assert len(team(four)) == 1
+    pods = four.gateway.service.encoders.pods
+    four.wait(lambda: not any(pod.num_in_flight for pod in pods))
+    four.reset()
+    for encoder in four.encoders:
+        encoder.key_frames = KEY_FRAMES
+    monkeypatch.undo()
+    ask(four, long(padding + " large"))
+    assert len(team(four)) == 4
+
+
 def test_busy_encoders_take_no_range(four):
     released = threading.Event()
     for encoder in four.encoders:

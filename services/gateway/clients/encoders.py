@@ -130,10 +130,12 @@ class EncoderPod(Pod):
             InvalidVideo: the file is no video, or cannot be served.
             TriptychError: see `encode`.
         """
-        request = pb.ProbeRequest(
-            video=video, tenant=tenant.queue_name, tenant_weight=tenant.weight
+        found = await self.call(
+            self._probe,
+            # `call` frees the message, a copy of the file, because nothing else refers to it.
+            pb.ProbeRequest(video=video, tenant=tenant.queue_name, tenant_weight=tenant.weight),
+            timeout_s,
         )
-        found = await self.call(self._probe, request, timeout_s)
         num_frames = found.num_frames
         if not num_frames or len(found.frame_digests) != num_frames * FRAME_DIGEST_BYTES:
             raise InternalError("an encoder returned no digest for each frame of a video")
@@ -169,7 +171,7 @@ class EncoderPod(Pod):
         data = request.SerializeToString()
         num_bytes = len(data)
         call = method(data, timeout=timeout_s, metadata=outgoing_metadata(num_bytes))
-        del data
+        del data, request
         lost = asyncio.ensure_future(self._lost.wait())
         answered: asyncio.Future[AnswerT] = asyncio.ensure_future(call)
         self.num_in_flight += 1

@@ -14,6 +14,7 @@ from services.common.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
+    Overloaded,
     ProcessLost,
     TriptychError,
     Unavailable,
@@ -23,6 +24,7 @@ from services.common.geometry import Run
 from services.common.images.image_key import adapted_salt
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import DescribeEncoderResponse, EncodeResponse
+from services.gateway.bounds import MEMORY_PER_CALLED_BYTE
 from services.gateway.clients.encoder_work import EncoderShares
 from services.gateway.clients.encoders import (
     SOURCES,
@@ -252,6 +254,11 @@ class EncodeCalls:
             idle = []
         team = [home, *sorted(idle, key=lambda pod: rank(pod.address, digest))]
         ranges = video.ranges.divide([runs[index].unit for index in units.values()], len(team))
+        try:
+            num_bytes = len(video.file.data) * MEMORY_PER_CALLED_BYTE
+            self.request.slot.memory.add(max(ranges) * num_bytes)
+        except Overloaded:  # There is no memory for the calls to further encoders.
+            ranges = [0] * len(units)
         return {key: team[number] for key, number in zip(units, ranges, strict=True)}
 
     def _size(self, index: int) -> tuple[int, int]:
