@@ -43,6 +43,9 @@ _FRAMES_PER_SECOND, _MAX_FRAMES = 1.0, 64
 # processor's code, the most pixels of an image, and the length of a vector.
 _LATE = "ColQwen3"
 _LATE_PIXELS, _LATE_DIMENSIONS = 1280 * 32 * 32, 320
+# The vectors of the 8,192 tokens that a step may have take 16 MiB, of the 32 MiB that a decoder
+# keeps for a gateway. Longer vectors would fill them before the gateway can read.
+_MAX_LATE_DIMENSIONS = 512
 _CARD_TAG = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?pipeline_tag:\s*text-ranking\s*\n")
 _CARD_BYTES = 16 << 10
 _FOUND = Literal["", "embed", "rank"]
@@ -116,8 +119,9 @@ def _with_vectors_of_tokens(spec: ModelSpec, config: Mapping[str, Any], wanted: 
         )
     _check_causal(config)
     dimensions = config.get("embed_dim", _LATE_DIMENSIONS)
-    if not isinstance(dimensions, int) or not 0 < dimensions <= spec.text.hidden_size:
-        raise UnsupportedOption(f"embed_dim {dimensions!r} is not supported")
+    most = min(_MAX_LATE_DIMENSIONS, spec.text.hidden_size)
+    if not isinstance(dimensions, int) or not 0 < dimensions <= most:
+        raise UnsupportedOption(f"embed_dim {dimensions!r} is not supported, but 1 to {most}")
     assert spec.vision is not None
     geometry = replace(spec.vision.geometry, max_pixels=_LATE_PIXELS)
     return replace(

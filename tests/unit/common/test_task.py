@@ -243,6 +243,7 @@ def test_the_vectors_of_tokens_have_320_dimensions_by_default(tmp_path: Path) ->
         ({}, "embed", "the task 'embed' is not supported for ColQwen3"),
         ({"embed_dim": 0}, "", "embed_dim 0"),
         ({"embed_dim": "wide"}, "", "embed_dim 'wide'"),
+        ({"embed_dim": 513}, "", "embed_dim 513"),
         ({"is_causal": False}, "", "is_causal False"),
         ({"architectures": ["OpsColQwen3Model"]}, "", "OpsColQwen3Model is not supported"),
         ({"architectures": ["ColQwen3_5"]}, "", "ColQwen3_5 is not supported"),
