@@ -87,7 +87,7 @@ class HostPool:
         Args:
             copies: `[n, 2]`, block and slot.
         """
-        blocks, slots = torch.from_numpy(copies.copy()).unbind(1)
+        blocks, slots = _columns(copies)
         if self._buffer is None:
             self._slots[slots] = self._pool[blocks]
         else:
@@ -101,12 +101,19 @@ class HostPool:
             target: `[num_layers, num_blocks, ...]`, the pool of the blocks. Defaults to the pool
                 from which the slots were saved.
         """
-        blocks, slots = torch.from_numpy(copies.copy()).unbind(1)
+        blocks, slots = _columns(copies)
         pool = self._pool if target is None else _by_block(target)
         if self._buffer is None:
             pool[blocks] = self._slots[slots]
         else:
             self._buffer.load(blocks, slots, pool)
+
+
+def _columns(copies: Int64Array) -> tuple[Tensor, ...]:
+    """Returns the two columns. They are contiguous: the host would wait for the upload of others,
+    because torch copies those to memory that is not pinned first.
+    """
+    return torch.from_numpy(copies.T.copy()).unbind(0)
 
 
 def _by_block(pool: Tensor) -> Tensor:

@@ -1,0 +1,46 @@
+"""Copies of blocks to the host and back, on a CPU, and what a GPU's buffer is given."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.decoder.engine.run.host_cache import HostPool
+
+
+class Buffer:
+    """Stands for the buffer of a GPU, and notes the ids that are to be uploaded."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def save(self, blocks: Tensor, slots: Tensor) -> None:
+        self.found.append((blocks, slots))
+
+    def load(self, blocks: Tensor, slots: Tensor, pool: Tensor) -> None:
+        self.found.append((blocks, slots))
+
+
+def test_blocks_come_back_to_other_places() -> None:
+    content = torch.arange(3 * 8 * 16, dtype=torch.bfloat16).view(3, 8, 4, 4)
+    pool, rows = content.clone(), torch.zeros(3, 5, 4, 4, dtype=torch.bfloat16)
+    cache = HostPool(pool, 6, 1)
+    cache.save(np.array([[2, 5], [7, 0]]))
+    pool.zero_()
+    cache.load(np.array([[1, 0], [0, 5]]))
+    cache.load(np.array([[4, 5]]), rows)
+    assert torch.equal(pool[:, 1], content[:, 7]) and torch.equal(pool[:, 0], content[:, 2])
+    assert torch.equal(rows[:, 4], content[:, 2])
+    assert not pool[:, 2:].any() and not rows[:, :4].any()
+
+
+def test_ids_are_contiguous_so_that_their_upload_makes_no_one_wait() -> None:
+    cache, buffer = HostPool(torch.zeros(3, 8, 4, 4), 6, 1), Buffer()
+    cache._buffer = buffer  # type: ignore[assignment]
+    copies = np.array([[2, 5], [7, 0], [1, 3]])
+    copies.flags.writeable = False  # as other ranks have them
+    cache.save(copies)
+    cache.load(copies)
+    for blocks, slots in buffer.found:
+        assert blocks.tolist() == [2, 7, 1] and slots.tolist() == [5, 0, 3]
+        assert blocks.is_contiguous() and slots.is_contiguous()
+    assert len(buffer.found) == 2
