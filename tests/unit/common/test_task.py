@@ -226,15 +226,22 @@ def test_colqwen3_makes_a_vector_of_each_token(tmp_path: Path, task: str) -> Non
     assert (geometry.min_pixels, geometry.max_pixels) == (65_536, 1280 * 32 * 32)
 
 
-def test_the_vectors_of_tokens_have_320_dimensions_by_default(tmp_path: Path) -> None:
+def test_the_vectors_of_tokens_have_320_dimensions_by_default_and_512_at_most(
+    tmp_path: Path,
+) -> None:
     base = late(tmp_path / "model", embed_dim=None)
     config = json.loads((base / "config.json").read_text())
     del config["embed_dim"]
-    config["text_config"]["hidden_size"] = 512
-    config["vision_config"]["out_hidden_size"] = 512
-    (base / "config.json").write_text(json.dumps(config))
-    search = read_spec(base).search
-    assert search is not None and search.dimensions == 320
+    config["text_config"]["hidden_size"] = 1024
+    config["vision_config"]["out_hidden_size"] = 1024
+    for given, dimensions in ((None, 320), (512, 512)):
+        wanted = {} if given is None else {"embed_dim": given}
+        (base / "config.json").write_text(json.dumps(config | wanted))
+        search = read_spec(base).search
+        assert search is not None and search.dimensions == dimensions
+    (base / "config.json").write_text(json.dumps(config | {"embed_dim": 513}))
+    with pytest.raises(ModelSpecError, match="embed_dim 513 is not supported, but 1 to 512"):
+        read_spec(base)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +250,6 @@ def test_the_vectors_of_tokens_have_320_dimensions_by_default(tmp_path: Path) ->
         ({}, "embed", "the task 'embed' is not supported for ColQwen3"),
         ({"embed_dim": 0}, "", "embed_dim 0"),
         ({"embed_dim": "wide"}, "", "embed_dim 'wide'"),
-        ({"embed_dim": 513}, "", "embed_dim 513"),
         ({"is_causal": False}, "", "is_causal False"),
         ({"architectures": ["OpsColQwen3Model"]}, "", "OpsColQwen3Model is not supported"),
         ({"architectures": ["ColQwen3_5"]}, "", "ColQwen3_5 is not supported"),
