@@ -138,6 +138,22 @@ def test_experts_that_do_not_fit_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(AdapterError, match=message):
             Harness(base.directory, adapters=(place,), max_adapters=1)
+    both = write_of_each_expert(tmp_path / "both", base)
+    tensors = load_file(both / "adapter_model.safetensors")
+    tensors |= load_file(fused / "adapter_model.safetensors")
+    save_file(tensors, both / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(AdapterError, match="has factors of another shape"):
+        Harness(base.directory, adapters=(both,), max_adapters=1)
+    # PEFT computes no DoRA of stacked experts, whose magnitudes would be ignored.
+    config = json.loads((fused / "adapter_config.json").read_text())
+    (both / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    tensors = load_file(fused / "adapter_model.safetensors")
+    for name in [name for name in tensors if name.endswith("lora_B.weight")]:
+        magnitude = name.replace("lora_B.weight", "lora_magnitude_vector")
+        tensors[magnitude] = torch.ones(len(tensors[name]))
+    save_file(tensors, both / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(AdapterError, match="DoRA"):
+        Harness(other.directory, adapters=(both,), max_adapters=1)
     # A rank that the configuration does not name has another scaling than the one computed.
     config = json.loads((fused / "adapter_config.json").read_text())
     for changed in ({"rank_pattern": {"gate_up_proj": 2}}, {"r": 2}):

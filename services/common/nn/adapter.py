@@ -152,6 +152,8 @@ class Adapter:
                 raise AdapterError(f"{where} is not supported")
             self.embedding = factors
         elif is_stacked:
+            if factors.magnitude is not None:
+                raise AdapterError(f"{where} has DoRA, which is not supported for stacked experts")
             self.experts.setdefault(plain_name(module), []).append(factors)
             self._peft_names[plain_name(module)] = module
         else:

@@ -233,11 +233,12 @@ class Adapters:
             if layer is None:
                 problems[name] = "is not a module of the model"
                 continue
+            known = len(found)
             for parameter, stack in layer.stacks.items():
                 shape = sum(share.size for share in stack.rows.values()), stack.columns.size
                 if (factors := adapter.of_experts(name, parameter, shape, layer.count)) is not None:
                     found.append((stack, None, "", factors))
-            if len([each for each in found if each[0] in layer.stacks.values()]) < len(several):
+            if len(found) - known < len(several):
                 problems[name] = "has factors of another shape than the model's experts"
         return found
 
