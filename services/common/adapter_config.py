@@ -21,6 +21,7 @@ MAX_RANK = 256
 PREFIX = "base_model.model."  # of the names of all tensors
 TOWER = "visual."  # of the names of the vision tower's modules, without the wrappers
 _WRAPPERS = re.compile(r"^(?:model\.|language_model\.)*")
+_CHUNK_BYTES = 8 << 20  # enough for all threads of a hasher
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9._/:-]{1,128}")
 # Initializations that leave the base model as it is. Others, such as PiSSA, change the base weights
@@ -183,7 +184,9 @@ def adapter_digest(directory: Path | str) -> bytes:
         path = Path(directory) / name
         try:
             hasher.update(path.stat().st_size.to_bytes(8, "little"))
-            hasher.update_mmap(path)
+            with path.open("rb") as file:  # A mapped file that is cut meanwhile kills the process.
+                while chunk := file.read(_CHUNK_BYTES):
+                    hasher.update(chunk)
         except OSError as error:
             raise AdapterError(f"{path} cannot be read: {error.strerror}") from None
     return hasher.digest()

@@ -104,10 +104,12 @@ class Adapter:
                     short = name.removeprefix(PREFIX)
                     if short.endswith(".base_layer.weight"):
                         continue  # PEFT saves the unchanged weights of adapted embeddings, too
+                    # A copy: the mapped file may be written anew while the adapter is served.
+                    tensor = file.get_tensor(name).clone()
                     if match := _LOW_RANK.fullmatch(short):
-                        factors.setdefault(match[1], {})[match[2]] = file.get_tensor(name)
+                        factors.setdefault(match[1], {})[match[2]] = tensor
                     else:
-                        found.saved[plain_name(short)] = file.get_tensor(name)
+                        found.saved[plain_name(short)] = tensor
         except (SafetensorError, OSError, RuntimeError) as error:
             raise AdapterError(f"{path} is not a safetensors file: {error}") from None
         for name, tensors in factors.items():

@@ -1,0 +1,49 @@
+"""Files of adapters that are written anew while they are read, or while they are served."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from services.common.adapter_config import AdapterConfig, adapter_digest
+from services.common.nn.adapter import Adapter
+
+NAME = "base_model.model.model.layers.0.mlp.down_proj.lora_{}.weight"
+
+
+def write(directory: Path) -> Path:
+    tensors = {NAME.format("A"): torch.ones(4, 2048), NAME.format("B"): torch.ones(2048, 4)}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory / "adapter_model.safetensors"
+
+
+def test_a_file_that_is_written_anew_changes_no_loaded_adapter(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    (factors,) = Adapter.read(AdapterConfig.read(tmp_path)).linears.values()
+    with file.open("r+b") as opened:  # in place, as a trainer may write it
+        opened.write(bytes(file.stat().st_size))
+    assert factors.a.eq(1).all() and factors.b.eq(1).all()
+
+
+def test_a_file_that_is_cut_while_it_is_hashed_ends_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a mapped file behind its end is a SIGBUS."""
+    file, usual, cut = write(tmp_path), Path.open, list[Path]()
+    whole = adapter_digest(tmp_path)
+
+    def opened(path: Path, *arguments: Any) -> Any:
+        found = usual(path, *arguments)
+        if path == file:
+            with usual(path, "r+b") as other:
+                other.truncate(100)
+            cut.append(path)
+        return found
+
+    monkeypatch.setattr(Path, "open", opened)
+    assert adapter_digest(tmp_path) != whole and cut == [file]
