@@ -124,7 +124,7 @@ class Encoders:
     def __init__(self, world: World) -> None:
         self.pods = [Encoder(world, f"encoder-{i}") for i in range(NUM_PODS)]
 
-    def description(self) -> object:
+    def description(self, adapter: bytes = b"") -> object:
         return SimpleNamespace(key_prefix=b"prefix")
 
     def available(self, _: object, exclude: set[str]) -> list[Encoder]:
