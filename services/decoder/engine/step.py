@@ -1,4 +1,4 @@
-"""What passes between engine and runner: a step goes in as arrays, sampled tokens come out.
+"""A step goes from the engine to the runner as arrays, and its sampled tokens come back.
 
 A `Step` consists of numpy arrays, integers and sampling parameters, so it can be sent to another
 process. With tensor parallelism, several ranks (processes with a GPU each) compute the model

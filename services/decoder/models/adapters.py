@@ -25,7 +25,7 @@ _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 @dataclass(slots=True)
 class _Slot:
-    """What a slot's adapter changes beside linear layers.
+    """The parts of a slot's adapter that change other tensors than those of linear layers.
 
     Attributes:
         table: `[vocab_size, hidden]`, the adapter's embedding table. None if it is the base's.

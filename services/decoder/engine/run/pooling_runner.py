@@ -50,7 +50,7 @@ class PoolingRunner(ModelRunner):
 
     def _score(self, step: Step, computed: Computed) -> list[tuple[Tensor, ...]]:
         """Pools all tokens of prompts but the last ones, with `token_embed`. The vectors are the
-        fourth of the parts of `Scores`; the first three tell nothing.
+        fourth of the parts of `Scores`. The first three are empty or zero.
 
         A vector that is not finite spoils the vectors of all later tokens, by attention, and the
         sequence fails with its last token. If the last layer has spoiled it, no other token's is,

@@ -108,7 +108,8 @@ class RunnerOptions:
         memory_fraction: share of the whole card that this process may use, on a GPU.
         kv_cache_bytes: size of the KV pool. None for what the fraction leaves on a GPU, or 512 MiB
             on a CPU.
-        kv_host_bytes: bytes of the host's memory for copies of KV blocks, for each rank.
+        kv_host_bytes: bytes of the host's memory for copies of KV blocks and recurrent states, for
+            each rank.
         checkpoint_bytes: bytes for checkpoints of recurrent states. None for an eighth of the
             memory that is left for checkpoints and KV pool, or for an eighth of `kv_cache_bytes`
             in addition to these.

@@ -47,7 +47,7 @@ class HostSlots:
         self.num_loaded = 0
         self.free = list(range(num_slots - 1, -1, -1))
         self.saving: set[int] = set()
-        self._claimed: set[int] = set()
+        self._claimed: set[int] = set()  # slots that the next step reads
         self.dropped: list[int] = []
 
     def find(self, block_hash: bytes) -> int | None:
