@@ -27,7 +27,10 @@ SHAPES = {
     "whole-blocks": Tiny(4, 2, 64, (12, 10, 10), (0, 1), False, 256, 2, intermediate=384),
     "partial-blocks": Tiny(3, 1, 64, (12, 10, 10), (0, 1), True, 192, 2, intermediate=320),
 }
-WINDOWS = Tiny(3, 1, 64, (8, 12, 12), (), True, 192, 2, intermediate=320, family="qwen2_5_vl")
+EARLIER = {
+    family: Tiny(3, 1, 64, (8, 12, 12), (), True, 192, 2, intermediate=320, family=family)
+    for family in ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl")
+}
 PARTS = (9, (4, 6), 7)
 
 
@@ -52,6 +55,8 @@ def as_loaded(name: str) -> str:
     """Transformers' name of a tensor whose name in the files is the older one of a model that
     sees.
     """
+    if name.startswith("mlp_AR."):
+        return name.replace("mlp_AR.", "model.projector.", 1)
     if name.startswith("visual."):
         return f"model.{name}"
     is_older = name.startswith("model.") and not name.startswith(_NEWER)

@@ -1,5 +1,5 @@
-"""Quantized checkpoints of Qwen2.5-VL, whose language model has the biases and the older names of
-Qwen2's.
+"""Quantized checkpoints of Qwen2.5-VL and Qwen2-VL, whose language model has the biases and the older
+names of Qwen2's, and of PaddleOCR-VL, which has names of its own and may have biases everywhere.
 """
 
 from pathlib import Path
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests import fp8_checkpoints, packed_checkpoints
-from tests.parity.quantized import WINDOWS, Quantized, Writer
+from tests.parity.oracle import Tiny
+from tests.parity.quantized import EARLIER, Quantized, Writer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -17,5 +18,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     [(fp8_checkpoints.write, "compressed-channel"), (packed_checkpoints.write, "ct-64-zeros")],
     ids=["fp8", "w4a16"],
 )
-def test_logits_are_those_of_the_meant_weights(writer: Writer, name: str, tmp_path: Path) -> None:
-    Quantized(WINDOWS, tmp_path, writer).check(name)
+@pytest.mark.parametrize("tiny", EARLIER.values(), ids=EARLIER)
+def test_logits_are_those_of_the_meant_weights(
+    tiny: Tiny, writer: Writer, name: str, tmp_path: Path
+) -> None:
+    Quantized(tiny, tmp_path, writer).check(name)
