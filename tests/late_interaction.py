@@ -1,4 +1,4 @@
-"""A tiny ColQwen3, and what the code of its model card makes of inputs in transformers."""
+"""A tiny ColQwen3 or ColQwen3.5, and what its authors' code makes of inputs in transformers."""
 
 import json
 from pathlib import Path
@@ -10,16 +10,17 @@ from torch import Tensor
 
 from services.common.families import read_spec
 from tests.parity.oracle import Oracle
-from tests.search_checkpoints import late_config
+from tests.search_checkpoints import hybrid_late_config, late_config
 
 DIMENSIONS = 24
 
 
 class Late:
-    """A checkpoint of ColQwen3 over a Qwen3-VL that was saved with its head or without it.
+    """A checkpoint of ColQwen3 over a Qwen3-VL that was saved with its head or without it, or of
+    ColQwen3.5 over a Qwen3.5.
 
     Args:
-        base: the Qwen3-VL, whose files are rewritten.
+        base: the Qwen3-VL or Qwen3.5, whose files are rewritten.
     """
 
     def __init__(self, base: Oracle) -> None:
@@ -32,7 +33,9 @@ class Late:
 
     @torch.no_grad()
     def vectors(self, **inputs: Any) -> Tensor:
-        """Vectors `[T, n]` of one prompt's tokens: `ColQwen3.forward` of the card."""
+        """Vectors `[T, n]` of one prompt's tokens: `ColQwen3.forward` of the card, or
+        `ColQwen3_5.forward` of colpali-engine.
+        """
         hidden = self.oracle.model.model(**inputs).last_hidden_state
         found = torch.nn.functional.linear(hidden, self.weight, self.bias)
         lengths = found.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(found.dtype).eps)
@@ -40,13 +43,21 @@ class Late:
 
 
 def rewrite(directory: Path, weight: Tensor, bias: Tensor) -> None:
-    """Gives a Qwen3-VL's files the names of ColQwen3's, and adds the projection."""
+    """Gives a base model's files the names of the model for late interaction, and adds the
+    projection.
+    """
     path = directory / "model.safetensors"
-    tensors = {f"vlm.{name}": tensor for name, tensor in load_file(path).items()}
-    tensors |= {"embedding_proj_layer.weight": weight, "embedding_proj_layer.bias": bias}
+    config, tensors = json.loads((directory / "config.json").read_text()), load_file(path)
+    if config["model_type"] == "qwen3_5":
+        tensors.pop("lm_head.weight", None)
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        layer, config = "custom_text_proj", hybrid_late_config(config, DIMENSIONS)
+    else:
+        tensors = {f"vlm.{name}": tensor for name, tensor in tensors.items()}
+        layer, config = "embedding_proj_layer", late_config(config, DIMENSIONS)
+    tensors |= {f"{layer}.weight": weight, f"{layer}.bias": bias}
     save_file(tensors, path, metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(late_config(config, DIMENSIONS)))
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def max_sim(query: Tensor, document: Tensor) -> float:

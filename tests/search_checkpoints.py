@@ -99,3 +99,9 @@ def late_config(config: dict[str, Any], dimensions: int) -> dict[str, Any]:
     """Returns the config.json of a ColQwen3 whose base is a Qwen3-VL."""
     return {**config, "architectures": ["ColQwen3"], "model_type": "colqwen3",
             "embed_dim": dimensions, "padding_side": "left"}  # fmt: skip
+
+
+def hybrid_late_config(config: dict[str, Any], dimensions: int) -> dict[str, Any]:
+    """Returns the config.json of a ColQwen3.5 whose base is a Qwen3.5."""
+    return {**config, "architectures": ["ColQwen3_5"], "dim": dimensions, "embed_dim": dimensions,
+            "retrieval_attention_contract": "causal"}  # fmt: skip

@@ -405,6 +405,8 @@ class SearchSpec:
         default_prompt: prompt of config_sentence_transformers.json for inputs without an
             instruction. Empty if the file names none.
         dimensions: length of a token's vector. 0 unless the task is `token_embed`.
+        projection: prefix of the tensors of the layer that makes the vectors of tokens. Empty
+            unless the task is `token_embed`.
     """
 
     task: Literal["embed", "rank", "token_embed"]
@@ -412,6 +414,7 @@ class SearchSpec:
     false_token_id: int = 0
     default_prompt: str = ""
     dimensions: int = 0
+    projection: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from services.common.quantization import _DECISIVE
 from tests import fp4_checkpoints, fp8_checkpoints, mxfp8_checkpoints, packed_checkpoints
 from tests.fp8_checkpoints import FP8_BLOCK
 from tests.int8_checkpoints import INT8
-from tests.search_checkpoints import late_config
+from tests.search_checkpoints import hybrid_late_config, late_config
 from tests.tiny_tokenizer import write_text_model_directory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,9 +65,9 @@ def write(directory: Path, config: dict[str, Any], **files: dict[str, Any]) -> P
 
 
 def test_all_families_are_here():
-    # `Qwen3Model` has the keys of Qwen3ForCausalLM, and is refused without a task. The config of
-    # `ColQwen3` is not in transformers.
-    assert CONFIGS.keys() == FAMILIES.keys() - {"ColQwen3", "Qwen3Model"}
+    # `Qwen3Model` has the keys of Qwen3ForCausalLM, and is refused without a task. The configs of
+    # `ColQwen3` and `ColQwen3_5` are not in transformers.
+    assert CONFIGS.keys() == FAMILIES.keys() - {"ColQwen3", "ColQwen3_5", "Qwen3Model"}
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -78,6 +78,11 @@ def test_no_key_of_transformers_configs_is_unknown(architecture, tmp_path):
 def test_no_key_of_colqwen3s_config_is_unknown(tmp_path):
     config = late_config(config_of("Qwen3VLForConditionalGeneration"), 320)
     assert not unknown_keys(write(tmp_path, config | {"auto_map": {}, "initializer_range": 0.02}))
+
+
+def test_no_key_of_colqwen3_5s_config_is_unknown(tmp_path):
+    config = hybrid_late_config(config_of("Qwen3_5ForConditionalGeneration"), 320)
+    assert not unknown_keys(write(tmp_path, config))
 
 
 def test_no_key_of_a_generation_config_is_unknown():

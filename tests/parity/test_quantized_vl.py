@@ -1,5 +1,6 @@
-"""Quantized checkpoints of Qwen2.5-VL and Qwen2-VL, whose language model has the biases and the older
-names of Qwen2's, and of PaddleOCR-VL, which has names of its own and may have biases everywhere.
+"""Quantized checkpoints of Qwen2.5-VL and Qwen2-VL, whose language model has the biases and the
+older names of Qwen2's, and of PaddleOCR-VL, which has names of its own and may have biases
+everywhere.
 """
 
 from pathlib import Path

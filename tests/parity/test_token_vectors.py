@@ -1,5 +1,6 @@
-"""The vectors of a prompt's tokens equal those of ColQwen3's code in transformers, float32 on the
-CPU: alone, in a batch, in chunks, after equal prompts, and with blocks for one prompt at a time.
+"""The vectors of a prompt's tokens equal those of the code of ColQwen3 and ColQwen3.5 in
+transformers, float32 on the CPU: alone, in a batch, in chunks, after equal prompts, and with blocks
+for one prompt at a time. ColQwen3.5 has recurrent states beside the blocks.
 
 The vectors are normalized, so 1e-5 is the tolerance of test_pooling.
 """
@@ -16,6 +17,8 @@ from services.decoder.engine.messages import AddSequence, SamplingParams
 from tests.integrity import check_engine
 from tests.late_interaction import DIMENSIONS, Late
 from tests.parity.oracle import CONFIGS, Prompt, make_oracle
+from tests.parity.qwen3_5_oracle import CONFIGS as HYBRIDS
+from tests.parity.qwen3_5_oracle import make_qwen3_5
 from tests.parity.test_pooling import MIXED, TOLERANCE, Bench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,7 +26,7 @@ ALL_TOKENS = SamplingParams(max_tokens=1, prompt_logprobs=0)
 
 
 class TokenBench(Bench):
-    """Prompts over a tiny ColQwen3, with the vectors of all their tokens."""
+    """Prompts over a tiny model for late interaction, with the vectors of all their tokens."""
 
     def __init__(self, late: Late) -> None:
         self.late = late
@@ -74,12 +77,16 @@ class TokenBench(Bench):
         super().check(found)
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> TokenBench:
-    """The files have a head, which is not read."""
+@pytest.fixture(scope="module", params=["colqwen3", "colqwen3_5"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TokenBench:
+    """ColQwen3's files have a head, which is not read."""
     torch.set_num_threads(1)
     directory = Path(tmp_path_factory.mktemp("checkpoint"))
-    return TokenBench(Late(make_oracle(CONFIGS["gqa3-hd32-odd-heads"], directory, seed=5)))
+    if request.param == "colqwen3":
+        base = make_oracle(CONFIGS["gqa3-hd32-odd-heads"], directory, seed=5)
+    else:
+        base = make_qwen3_5(HYBRIDS["odd-heads-repeated-thrice"], directory, seed=5)
+    return TokenBench(Late(base))
 
 
 def test_the_references_differ(bench: TokenBench) -> None:

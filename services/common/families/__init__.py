@@ -15,6 +15,7 @@ from services.common.model_spec import ModelSpec, ModelSpecError, UnsupportedOpt
 
 FAMILIES = {
     "ColQwen3": "services.common.families.colqwen3",
+    "ColQwen3_5": "services.common.families.colqwen3_5",
     "LlamaForCausalLM": "services.common.families.llama",
     "MistralForCausalLM": "services.common.families.mistral",
     "PaddleOCRVLForConditionalGeneration": "services.common.families.paddleocr_vl",

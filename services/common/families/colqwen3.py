@@ -1,7 +1,7 @@
 """ColQwen3: Qwen3-VL with a projection that makes a vector of each token, for late interaction.
 
 The format is that of TomoroAI's checkpoints: `ColQwen3` in config.json, with the options of
-Qwen3-VL beside `embed_dim`. Checkpoints of other names (OpsColQwen3Model, ColQwen3_5, adapters of
+Qwen3-VL beside `embed_dim`. Checkpoints of other names (OpsColQwen3Model, adapters of
 colpali-engine) differ in their prompts, their attention or their tensors, and are not read.
 """
 
@@ -25,13 +25,7 @@ _PROMPTS = {
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
-    path = directory / _PROCESSOR
-    processor = read_json(path) if path.exists() else {}
-    for name, served in _PROMPTS.items():
-        if processor.get(name) not in (None, served):
-            raise UnsupportedOption(
-                f"{name} {processor[name]!r} is not supported; supported: {served!r}", _PROCESSOR
-            )
+    check_prompts(directory)
     spec = qwen3_vl.read(directory, config)
     names = replace(
         spec.checkpoint,
@@ -40,3 +34,14 @@ def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
         ignored=(*spec.checkpoint.ignored, r"vlm\.lm_head\."),
     )
     return replace(spec, checkpoint=names)
+
+
+def check_prompts(directory: Path) -> None:
+    """Raises UnsupportedOption if the processor's file changes the prompts of the model's code."""
+    path = directory / _PROCESSOR
+    processor = read_json(path) if path.exists() else {}
+    for name, served in _PROMPTS.items():
+        if processor.get(name) not in (None, served):
+            raise UnsupportedOption(
+                f"{name} {processor[name]!r} is not supported; supported: {served!r}", _PROCESSOR
+            )

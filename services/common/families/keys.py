@@ -31,8 +31,8 @@ READ: dict[str, frozenset[str]] = {
     "config.json": _words(
         """
         architectures attention_bias attn_output_gate compression_config
-        decoder_sparse_step embed_dim eos_token_id full_attention_interval head_dim hidden_act
-        hidden_size image_token_id intermediate_size language_model_only layer_scale
+        decoder_sparse_step dim embed_dim eos_token_id full_attention_interval head_dim hidden_act
+        head_dims hidden_size image_token_id intermediate_size language_model_only layer_scale
         layer_types
         linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
         linear_num_value_heads linear_value_head_dim mamba_ssm_dtype
@@ -40,7 +40,8 @@ READ: dict[str, frozenset[str]] = {
         moe_intermediate_size n_routed_experts norm_topk_prob num_attention_heads
         num_experts num_experts_per_tok num_hidden_layers num_key_value_heads
         num_local_experts original_max_position_embeddings output_gate_type
-        partial_rotary_factor qkv_bias quantization_config rms_norm_eps rope_parameters
+        partial_rotary_factor qkv_bias quantization_config retrieval_attention_contract
+        rms_norm_eps rope_parameters
         rope_scaling rope_theta shared_expert_intermediate_size sliding_window
         compression_ratio rope_is_neox_style use_3d_rope use_bias
         text_config tie_word_embeddings use_mrope use_qk_norm use_sliding_window video_token_id

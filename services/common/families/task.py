@@ -1,6 +1,6 @@
 """Reads the task of a checkpoint: generating text, or the vectors and scores of search.
 
-The architecture `ColQwen3` has one task, a vector of each token (`token_embed`).
+The architectures `ColQwen3` and `ColQwen3_5` have one task, a vector of each token (`token_embed`).
 
 The files of sentence-transformers say what a checkpoint is for. `modules.json` lists the modules
 behind the language model: a pooling (`1_Pooling/config.json`) makes vectors, and a `LogitScore`
@@ -14,7 +14,7 @@ pooling that is not implemented is refused by its name.
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -39,13 +39,32 @@ _HEADLESS = ("Qwen3Model",)
 # of Qwen3-VL-Embedding and Qwen3-VL-Reranker. The processors' files are those of the chat models.
 _PIXELS = {"embed": (4 * 32 * 32, 1800 * 32 * 32), "rank": (4 * 32 * 32, 1280 * 32 * 32)}
 _FRAMES_PER_SECOND, _MAX_FRAMES = 1.0, 64
-# The architecture whose models make a vector of each token, and no other task; and in its
-# processor's code, the most pixels of an image, and the length of a vector.
-_LATE = "ColQwen3"
-_LATE_PIXELS, _LATE_DIMENSIONS = 1280 * 32 * 32, 320
 # The vectors of the 8,192 tokens that a step may have take 16 MiB, of the 32 MiB that a decoder
 # keeps for a gateway. Longer vectors would fill them before the gateway can read.
 _MAX_LATE_DIMENSIONS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class _LateInteraction:
+    """Facts about an architecture whose models make a vector of each token, and have no other task.
+
+    Attributes:
+        max_image_tokens: most tokens of an image, by the code or the card of the models.
+        keys: keys of config.json for the length of a vector. The first one that is given counts.
+        dimensions: length of a vector if config.json has none of the keys.
+        projection: prefix of the tensors of the layer that makes the vectors.
+    """
+
+    max_image_tokens: int
+    keys: tuple[str, ...]
+    dimensions: int
+    projection: str
+
+
+_LATE = {
+    "ColQwen3": _LateInteraction(1280, ("embed_dim",), 320, "embedding_proj_layer."),
+    "ColQwen3_5": _LateInteraction(1792, ("dim", "embed_dim"), 128, "custom_text_proj."),
+}
 _CARD_TAG = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?pipeline_tag:\s*text-ranking\s*\n")
 _CARD_BYTES = 16 << 10
 _FOUND = Literal["", "embed", "rank"]
@@ -65,7 +84,7 @@ def with_task(spec: ModelSpec, config: Mapping[str, Any], wanted: str) -> ModelS
             than the user.
     """
     directory = spec.directory
-    if spec.architecture == _LATE:
+    if spec.architecture in _LATE:
         return _with_vectors_of_tokens(spec, config, wanted)
     stated, score = _task_of_modules(directory)
     wanted = "" if wanted == "auto" else wanted
@@ -106,28 +125,33 @@ def with_task(spec: ModelSpec, config: Mapping[str, Any], wanted: str) -> ModelS
 
 
 def _check_causal(config: Mapping[str, Any]) -> None:
-    for name, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if config.get(name) not in (None, causal):
-            raise UnsupportedOption(f"{name} {config[name]!r} is not supported")
+    for section in (config, config.get("text_config") or {}):
+        for name, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
+            if section.get(name) not in (None, causal):
+                raise UnsupportedOption(f"{name} {section[name]!r} is not supported")
 
 
 def _with_vectors_of_tokens(spec: ModelSpec, config: Mapping[str, Any], wanted: str) -> ModelSpec:
     """Returns the spec of a model for late interaction. Clips are not served."""
     if wanted not in ("", "auto"):
         raise UnsupportedOption(
-            f"the task {wanted!r} is not supported for {_LATE}, whose task is token_embed"
+            f"the task {wanted!r} is not supported for {spec.architecture}, whose task is "
+            "token_embed"
         )
     _check_causal(config)
-    dimensions = config.get("embed_dim", _LATE_DIMENSIONS)
+    late = _LATE[spec.architecture]
+    key = next((name for name in late.keys if name in config), late.keys[0])
+    dimensions = config.get(key, late.dimensions)
     most = min(_MAX_LATE_DIMENSIONS, spec.text.hidden_size)
     if not isinstance(dimensions, int) or not 0 < dimensions <= most:
-        raise UnsupportedOption(f"embed_dim {dimensions!r} is not supported, but 1 to {most}")
+        raise UnsupportedOption(f"{key} {dimensions!r} is not supported, but 1 to {most}")
     assert spec.vision is not None
-    geometry = replace(spec.vision.geometry, max_pixels=_LATE_PIXELS)
+    # A token of the tower is a square of 32 pixels.
+    geometry = replace(spec.vision.geometry, max_pixels=late.max_image_tokens * 32 * 32)
     return replace(
         spec,
         vision=replace(spec.vision, geometry=geometry, video=None),
-        search=SearchSpec(task="token_embed", dimensions=dimensions),
+        search=SearchSpec(task="token_embed", dimensions=dimensions, projection=late.projection),
     )
 
 

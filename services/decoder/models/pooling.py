@@ -28,7 +28,7 @@ _ROWS = 128
 
 
 class Projection(nn.Module):
-    """The layer that makes a vector of a token's hidden state, under its name in the files.
+    """The layer that makes a vector of a token's hidden state.
 
     Args:
         hidden_size: elements of a hidden state.
@@ -54,14 +54,14 @@ class PoolingTransformer(Transformer):
         self, spec: ModelSpec, backend: AttentionBackend, ops: Ops, *, ranks: Ranks = ALONE
     ) -> None:
         super().__init__(spec, backend, ops, ranks=ranks)
-        self.embedding_proj_layer: Projection | None = None
+        self.projection: Projection | None = None
         if spec.task != "rank":
             self.lm_head = None
             names, prefixes = spec.checkpoint, {"": spec.checkpoint.text_prefix}
             if spec.search is not None and spec.search.dimensions:
                 sizes = spec.text.hidden_size, spec.search.dimensions
-                self.embedding_proj_layer = Projection(*sizes)
-                prefixes["embedding_proj_layer."] = "embedding_proj_layer."
+                self.projection = Projection(*sizes)
+                prefixes["projection."] = spec.search.projection
             self.weight_map = WeightMap(prefixes=prefixes, others=names.vision_prefixes)
 
     def logits(
@@ -111,7 +111,7 @@ class Pooler:
     def of(cls, search: SearchSpec, model: PoolingTransformer) -> "Pooler":
         """Makes the pooler of a loaded model. All ranks have to call the method together."""
         if search.task != "rank":
-            return cls(projection=model.embedding_proj_layer)
+            return cls(projection=model.projection)
         yes, no = model.head_rows((search.true_token_id, search.false_token_id))
         return cls(yes - no)
 

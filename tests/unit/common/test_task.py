@@ -11,6 +11,7 @@ from services.common.model_spec import ModelSpecError, SearchSpec, UnsupportedOp
 from tests.search_checkpoints import (
     EMBED_FILES,
     RERANKER_CARD,
+    hybrid_late_config,
     late_config,
     make_reranker,
     write_files,
@@ -217,7 +218,9 @@ def late(directory: Path, **changes: object) -> Path:
 @pytest.mark.parametrize("task", ["", "auto"])
 def test_colqwen3_makes_a_vector_of_each_token(tmp_path: Path, task: str) -> None:
     spec = read_spec(late(tmp_path / "model"), task)
-    assert spec.search == SearchSpec(task="token_embed", dimensions=24)
+    assert spec.search == SearchSpec(
+        task="token_embed", dimensions=24, projection="embedding_proj_layer."
+    )
     assert spec.checkpoint.text_prefix == "vlm.model.language_model."
     assert spec.checkpoint.ignores("vlm.lm_head.weight")
     assert spec.vision is not None and spec.vision.video is None
@@ -252,7 +255,6 @@ def test_the_vectors_of_tokens_have_320_dimensions_by_default_and_512_at_most(
         ({"embed_dim": "wide"}, "", "embed_dim 'wide'"),
         ({"is_causal": False}, "", "is_causal False"),
         ({"architectures": ["OpsColQwen3Model"]}, "", "OpsColQwen3Model is not supported"),
-        ({"architectures": ["ColQwen3_5"]}, "", "ColQwen3_5 is not supported"),
     ],
 )
 def test_other_late_interaction_is_refused_by_name(
@@ -268,4 +270,68 @@ def test_other_prompts_of_colqwen3_are_refused_by_name(tmp_path: Path) -> None:
     assert read_spec(base).task == "token_embed"
     write_files(base, {"processor_config.json": {"query_prefix": "Query: "}})
     with pytest.raises(UnsupportedOption, match="query_prefix 'Query: '"):
+        read_spec(base)
+
+
+def hybrid_late(directory: Path, *absent: str, **changes: object) -> Path:
+    """A ColQwen3.5's directory in the form of the published ones, whose config.json has other
+    options.
+    """
+    base = write_model_directory(directory)
+    config = json.loads((base / "config.json").read_text())
+    config["vision_config"]["deepstack_visual_indexes"] = []
+    config["text_config"] |= {"full_attention_interval": 2, "layer_types": None}
+    config = hybrid_late_config(config, 24) | {"model_type": "qwen3_5"} | changes
+    kept = {name: value for name, value in config.items() if name not in absent}
+    (base / "config.json").write_text(json.dumps(kept))
+    return base
+
+
+def test_colqwen3_5_makes_a_vector_of_each_token(tmp_path: Path) -> None:
+    spec = read_spec(hybrid_late(tmp_path / "model"))
+    assert spec.search == SearchSpec(
+        task="token_embed", dimensions=24, projection="custom_text_proj."
+    )
+    names = spec.checkpoint
+    assert (names.text_prefix, names.vision_prefix) == ("language_model.", "visual.")
+    assert names.ignores("mtp.fc.weight")
+    assert spec.text.linear_attention is not None
+    assert spec.vision is not None and spec.vision.video is None
+    # 1,792 visual tokens at most, by the model card, and the least of the processor's file.
+    geometry = spec.vision.geometry
+    assert (geometry.min_pixels, geometry.max_pixels) == (65_536, 1792 * 32 * 32)
+
+
+def test_colqwen3_5_names_the_length_of_a_vector_in_either_way(tmp_path: Path) -> None:
+    search = read_spec(hybrid_late(tmp_path / "a", "dim", embed_dim=12)).search
+    assert search is not None and search.dimensions == 12
+    with pytest.raises(UnsupportedOption, match="dim 128 is not supported, but 1 to 32"):
+        read_spec(hybrid_late(tmp_path / "b", "dim", "embed_dim"))
+
+
+@pytest.mark.parametrize(
+    ("absent", "changes", "named"),
+    [
+        ((), {"retrieval_attention_contract": "bidirectional"},
+         "retrieval_attention_contract 'bidirectional' is not supported; supported: 'causal'"),
+        (("retrieval_attention_contract",), {},
+         r"retrieval_attention_contract \(none\) is not supported"),
+        ((), {"head_dims": [64, 128]}, r"head_dims \[64, 128\] is not supported"),
+        ((), {"is_causal": False}, "is_causal False"),
+        (("text_config",), {}, "the config lacks 'text_config'"),
+    ],
+)  # fmt: skip
+def test_other_forms_of_colqwen3_5_are_refused_by_name(
+    tmp_path: Path, absent: tuple[str, ...], changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ModelSpecError, match=named):
+        read_spec(hybrid_late(tmp_path / "model", *absent, **changes))
+
+
+def test_sections_of_colqwen3_5_that_disagree_are_refused(tmp_path: Path) -> None:
+    base = hybrid_late(tmp_path / "model")
+    config = json.loads((base / "config.json").read_text())
+    config["text_config"]["retrieval_attention_contract"] = "bidirectional"
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedOption, match="'bidirectional', 'causal' is not supported"):
         read_spec(base)
