@@ -6,11 +6,13 @@ and a buffer on the device. It waits for the other stream before it overwrites t
 blocks from it. The host never waits.
 """
 
+import weakref
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from services.common.nn.pinned import pin
+from services.common.nn.pinned import pin, unpin
 from services.decoder.engine.run.graphs import DeviceState
 from services.decoder.engine.step import ComputeStep, Int64Array
 
@@ -133,6 +135,9 @@ class _DeviceBuffer:
 
     def __init__(self, pool: Tensor, slots: Tensor, count: int) -> None:
         pin(slots)
+        # CUDA keeps the pages of freed memory that is registered, and would copy to them what is meant
+        # for new memory at their address.
+        weakref.finalize(self, unpin, slots, pool.device).atexit = False
         self._pool, self._slots, self._count = pool, slots, count
         self._buffer = pool.new_empty((count, *slots.shape[1:]))
         self._stream = torch.cuda.Stream(pool.device)
