@@ -115,6 +115,11 @@ def read_quantization(
         raise UnsupportedOption(f"quantization_config: {error}", first) from None
 
 
+def fp8_at_load() -> QuantizationSpec:
+    """Returns the quantization into e4m3 with a scale per output channel, while files are read."""
+    return QuantizationSpec(format="fp8_channel", at_load=True, ignored=_LEFT_AT_LOAD)
+
+
 def quantized_at_load(spec: ModelSpec, method: str) -> ModelSpec:
     """Returns the spec of a model whose weights are quantized while they are read.
 
@@ -129,7 +134,7 @@ def quantized_at_load(spec: ModelSpec, method: str) -> ModelSpec:
     expect("--quantization", method, *AT_LOAD)
     stored = spec.checkpoint.quantization
     if stored is None:
-        stored = QuantizationSpec(format="fp8_channel", at_load=True, ignored=_LEFT_AT_LOAD)
+        stored = fp8_at_load()
     elif other := sorted({x.format for x in stored.groups if not x.format.startswith("fp8")}):
         raise UnsupportedOption(
             f"--quantization {method} and quantization_config contradict each other: the files "

@@ -13,6 +13,7 @@ import torch
 
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence
+from services.decoder.engine.run.drafting_runner import DraftingRunner
 from services.decoder.engine.schedule.head_drafts import HeadDrafts, HeadSources
 from tests.cases import THOROUGH
 from tests.known_drafts import KnownDrafts, from_answer
@@ -105,13 +106,19 @@ def bench(
     yield Heads(request.param, tmp_path_factory.mktemp("head"))
 
 
-@pytest.mark.parametrize("share", [None, 0.7])
-@pytest.mark.parametrize("tokens", [8192, 19])
+@pytest.mark.parametrize(
+    ("tokens", "share", "sizes"),
+    [(8192, None, []), (8192, 0.7, [2, 16]), (19, None, [16]), (19, 0.7, [])],
+)
 def test_the_head_drafts_what_the_reference_drafts(
-    bench: Heads, tokens: int, share: float | None
+    bench: Heads, tokens: int, share: float | None, sizes: list[int]
 ) -> None:
-    """Wherever prompts are cut, behind images and hits, and whichever drafts were accepted."""
+    """Wherever prompts are cut, behind images and hits, whichever drafts were accepted, and with
+    padding as for graphs of these sizes.
+    """
     engine, sources = bench.drafting(share, max_batched_tokens=tokens)
+    assert isinstance(engine.runner, DraftingRunner)
+    engine.runner.drafter.sizes = sizes
     for _ in range(2):  # the second round begins at checkpoints of the first
         assert bench.ask(engine, range(len(SHAPES))) == bench.answers
         num_drafts = 0

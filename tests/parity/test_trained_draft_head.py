@@ -110,9 +110,9 @@ def test_the_state_before_the_final_norm_is_told_apart(bench: Trained) -> None:
     observe = Drafter.observe
 
     def observe_before_norm(
-        self: Drafter, step: Any, entered: Any, hidden: Tensor, visual: Any
+        self: Drafter, entry: Any, entered: Any, hidden: Tensor, visual: Any
     ) -> None:
-        observe(self, step, entered, hidden / self._model.norm.weight, visual)
+        observe(self, entry, entered, hidden / self._model.norm.weight, visual)
 
     trained = bench.accepted()
     with mock.patch.object(Drafter, "observe", observe_before_norm):
@@ -125,8 +125,10 @@ def test_the_state_of_another_token_is_told_apart(
     """Each token gets the hidden state of the token before its own."""
     observe = Drafter.observe
 
-    def observe_rolled(self: Drafter, step: Any, entered: Any, hidden: Tensor, visual: Any) -> None:
-        observe(self, step, entered, hidden.roll(1, 0), visual)
+    def observe_rolled(
+        self: Drafter, entry: Any, entered: Any, hidden: Tensor, visual: Any
+    ) -> None:
+        observe(self, entry, entered, hidden.roll(1, 0), visual)
 
     trained = bench.accepted()
     with mock.patch.object(Drafter, "observe", observe_rolled):

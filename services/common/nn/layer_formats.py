@@ -32,6 +32,7 @@ def set_methods(
     checkpoint: Checkpoint,
     weight_map: WeightMap,
     quantization: QuantizationSpec | None,
+    within: str = "",
 ) -> None:
     """Sets the method of each linear layer. Called before any tensor is read.
 
@@ -40,6 +41,7 @@ def set_methods(
         checkpoint: the model's files.
         weight_map: names of the model's layers in the files.
         quantization: quantization of the checkpoint. None if all layers stay unquantized.
+        within: path of the submodule whose layers get methods. Empty for all layers.
 
     Raises:
         CheckpointError: files and configuration disagree. The message names the modules.
@@ -51,6 +53,8 @@ def set_methods(
     problems: list[str] = []
     declared: set[tuple[str, str]] = set()  # format, activations that the files declare
     for path, layer in _replaceable(module):
+        if within and not path.startswith(f"{within}."):
+            continue
         named = _checkpoint_modules(module, path, layer, weight_map, checkpoint)
         modules = list(named)
         wanted = {name: quantization.of(name) for name in modules}

@@ -104,6 +104,19 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    @property
+    def plans_on_device(self) -> bool:
+        """True if `plan_on_device` can plan decodes. The value is constant after warm-up."""
+        ...
+
+    def plan_on_device(self, metadata: AttentionMetadata) -> Any:  # noqa: ANN401 - backend's own
+        """Plans a step of decodes whose lengths only the device knows.
+
+        The kernels of the plan read lengths from `seq_lens_device` alone, so a CUDA graph can
+        contain them. `seq_lens` of the metadata is not read.
+        """
+        ...
+
     def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:
         """Returns a list of work items for kernels that need one in addition to lengths and blocks,
         or else None. It is uploaded with the step. For captured steps with equal numbers of tokens

@@ -256,6 +256,13 @@ class PagedBackend:
     def plans_from_blocks(self, num_decodes: int) -> bool:
         return self._choose_captured_decode(num_decodes) == FLASHINFER
 
+    @property
+    def plans_on_device(self) -> bool:
+        return _PAGED in self._kernels
+
+    def plan_on_device(self, metadata: AttentionMetadata) -> list[StepPart]:
+        return [PagedDecodes(self._kernels[_PAGED], metadata, concurrent=False)]
+
     def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:
         """Returns the work list of our own prefill kernel, or None if the step does not use it."""
         kernel = self._kernels.get(_HOPPER)

@@ -95,6 +95,13 @@ class SdpaBackend:
     def plans_from_blocks(self, num_decodes: int) -> bool:
         return False
 
+    @property
+    def plans_on_device(self) -> bool:
+        return False
+
+    def plan_on_device(self, metadata: AttentionMetadata) -> _Plan:
+        raise NotImplementedError("blocks and masks are planned on the host")
+
     def list_work(self, step: StepLengths, *, captured: bool) -> None:
         """Returns None, because `plan` makes all that `forward` reads."""
 

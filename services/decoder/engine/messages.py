@@ -197,6 +197,10 @@ FrontMessage = (
 
 # Messages from the engine to the front.
 
+# The most drafts of a layer for multi-token prediction, which is trained to predict one token, so
+# that later drafts are right less often.
+MAX_HEAD_DRAFTS = 3
+
 
 class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """The model and the limits of an engine, which never change.
@@ -257,6 +261,11 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     max_adapters: int = 0
     num_host_blocks: int = 0
     num_host_states: int = 0
+
+    @property
+    def num_head_drafts(self) -> int:
+        """Number of tokens that the model drafts itself behind each sampled token; 0 if none."""
+        return min(self.max_drafts, MAX_HEAD_DRAFTS) if self.has_draft_head else 0
 
 
 class Logprobs(msgspec.Struct, array_like=True):

@@ -21,7 +21,7 @@ from services.common.nn.linear import Linear
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.models.base import StepContext
 from services.decoder.models.stream import Stream
-from services.decoder.models.transformer import Attention, DecoderLayer, norm_of
+from services.decoder.models.transformer import Attention, DecoderLayer, Transformer, norm_of
 
 
 class DraftAttention(Attention):
@@ -60,6 +60,10 @@ class DraftHead(nn.Module):
     Args:
         spec: the whole model.
         backend: implementation of paged attention.
+
+    Attributes:
+        lm_head: copy of the model's output layer in 8 bits, which is read for each draft. None if
+            the model's own output layer is used.
     """
 
     def __init__(self, spec: ModelSpec, backend: AttentionBackend) -> None:
@@ -73,6 +77,7 @@ class DraftHead(nn.Module):
         last = text.num_layers - 1
         self.layers = nn.ModuleList([DecoderLayer(text, last, attention, ALONE)])
         self.norm = norm_of(text, hidden)
+        self.lm_head: Linear | None = None  # set by `draft_head_files.quantize_output`
 
     @property
     def layer(self) -> DecoderLayer:
@@ -98,6 +103,15 @@ class DraftHead(nn.Module):
         attention = self.layer.mixer
         assert isinstance(attention, DraftAttention)
         attention.store(x, self.layer, step)
+
+    def logits(self, hidden: Tensor, model: Transformer) -> Tensor:
+        """Returns the logits `[T, vocab_size]` of outputs of this layer.
+
+        Args:
+            hidden: `[T, hidden]`, outputs of this layer.
+            model: the language model, whose output layer is used if this one has none of its own.
+        """
+        return model.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """Returns the outputs `[T, hidden]` after the layer's own norm; see `inputs` for `x`."""

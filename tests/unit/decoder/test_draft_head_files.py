@@ -12,10 +12,19 @@ from safetensors.torch import load_file, save_file
 
 from services.common.families import read_spec
 from services.common.model_spec import UnsupportedOption
-from services.common.nn.checkpoint import CheckpointError
+from services.common.nn.checkpoint import Checkpoint, CheckpointError
+from services.common.nn.linear import Linear
+from services.common.nn.weights import load_weights
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
-from services.decoder.models.draft_head_files import with_draft_head
+from services.decoder.models.draft_head_files import (
+    add_draft_head,
+    quantize_layer,
+    quantize_output,
+    with_draft_head,
+)
+from services.decoder.models.transformer import Transformer
+from services.decoder.operations.ops import PlainOps
 from tests.decoder_harness import Harness, write_draft_head, write_hybrid
 from tests.engine_harness import Untimed
 from tests.fp8_checkpoints import MODELOPT, compressed, write
@@ -129,3 +138,32 @@ def test_what_the_layer_cannot_run_with_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedOption, match=named):
         with_draft_head(read_spec(source), **{"num_ranks": 1, "fp8_cache": False} | options)
+
+
+def test_drafts_read_eight_bits_and_the_model_its_own(tmp_path: Path) -> None:
+    """As on a GPU: the layer's matrices and a copy of the output layer, rounded by rows."""
+    directory = write_draft_head(write_hybrid(tmp_path, hidden_size=128, vocab_size=512))
+    spec = with_draft_head(read_spec(directory), num_ranks=1, fp8_cache=False)
+    checkpoint = Checkpoint.open(directory)
+    with torch.device("meta"):
+        model = Transformer(spec, backend=None, ops=PlainOps())  # type: ignore[arg-type]
+        add_draft_head(model, spec, None, checkpoint)  # type: ignore[arg-type]
+    quantize_layer(model, checkpoint)
+    load_weights(
+        model, checkpoint, model.weight_map, device="cpu", dtype=torch.float32, spec=spec.checkpoint
+    )
+    quantize_output(model)
+    formats = {
+        name: layer.weight_format
+        for name, layer in model.named_modules()
+        if isinstance(layer, Linear)
+    }
+    rounded = {name for name, each in formats.items() if each == "fp8_channel"}
+    assert rounded == {name for name in formats if name.startswith("mtp.")}
+    assert {"mtp.fc", "mtp.lm_head", "mtp.layers.0.mlp.down_proj"} < rounded
+    x, head = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)), model.mtp
+    exact = model.logits(x)
+    found = head.logits(x, model)
+    assert 0 < (found - exact).norm() / exact.norm() < 0.04  # three bits behind the point
+    files = load_file(directory / "model.safetensors")
+    assert torch.equal(model.lm_head.weight, files["lm_head.weight"])

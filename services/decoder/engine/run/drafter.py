@@ -6,41 +6,37 @@ state before it. Hidden states of the last tokens of each row are kept for the r
 those at checkpoints of recurrent states with these. So neither the way in which a prompt is cut
 into chunks nor a prefix hit nor an image changes what the layer sees.
 
-Behind the sampled tokens the layer drafts further tokens, one after another, each for all rows.
+Behind the sampled tokens the layer drafts further tokens, one after another, each for all rows. The
+device itself finds the last draft that is accepted, so drafts are launched right behind the
+sampling, and the host reads sampled tokens and drafts together. Where kernels need no plan of the
+host, both parts run in CUDA graphs: `observe` within those of steps, and `draft` in graphs of its
+own (`draft_graphs`).
 """
-
-from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.rows import EnteredStep, OfChunk
+from kernels.rows import EnteredStep
+from services.common.nn.dispatch import CapturedCalls
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.engine.messages import EngineInfo
-from services.decoder.engine.run.step_inputs import StepInputs
+from services.decoder.engine.run.draft_inputs import (
+    DraftEntry,
+    OfDraftChunk,
+    OfDraftGroup,
+    OfDraftToken,
+    lay_out,
+    padded,
+)
+from services.decoder.engine.run.step_inputs import DraftArrays, StepInputs
+from services.decoder.engine.step import Int32Array
 from services.decoder.models.base import StepContext
 from services.decoder.models.draft_head import DraftHead
 from services.decoder.models.transformer import Transformer
 from services.decoder.models.visual import VisualInput
 from services.decoder.operations.ops import Ops
-
-
-@dataclass(frozen=True, slots=True)
-class _Observed:
-    """The step that was computed last.
-
-    Attributes:
-        step: its arrays on the host.
-        hidden: `[T, hidden]`, hidden states after the final norm.
-        positions: `[3, T]`.
-    """
-
-    step: StepInputs
-    hidden: Tensor
-    positions: Tensor
 
 
 class Drafter:
@@ -53,6 +49,11 @@ class Drafter:
         backend: implementation of paged attention.
         blocks: `[R + 1, max_blocks]` int32 on the device, blocks of each row.
         kv_cache: the KV cache, whose last layer is the layer's.
+
+    Attributes:
+        num_drafts: number of drafts behind each sampled token.
+        sizes: numbers of rows for which graphs draft, ascending. Empty if there are no graphs.
+        graphs: the graphs, with the drafts `[G, num_drafts]` that they write, by number G of rows.
     """
 
     def __init__(
@@ -66,141 +67,184 @@ class Drafter:
     ) -> None:
         self._model, self._head, self._backend = model, head, backend
         self._blocks, self._kv_cache = blocks, kv_cache
-        self._block_size = info.block_size
-        # By row, and by the number of drafts behind the row's last token that were accepted.
-        sizes = info.max_num_sequences + 1, 1 + info.max_drafts
-        kind = head.norm.weight.dtype
-        self._hidden = torch.zeros(*sizes, info.hidden, dtype=kind, device=blocks.device)
-        self._positions = torch.zeros(*sizes, 3, dtype=torch.int32, device=blocks.device)
-        self._saved = self._hidden.new_zeros(info.num_checkpoints, info.hidden)
-        self._saved_positions = self._positions.new_zeros(info.num_checkpoints, 3)
-        self._capacities = np.zeros(info.max_num_sequences + 1, np.int64)
-        self._last: _Observed | None = None
+        self._block_size, self._max_drafts = info.block_size, info.max_drafts
+        self.num_drafts = info.num_head_drafts
+        self.sizes: list[int] = []
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, CapturedCalls, Tensor]] = {}
+        device, kind, num_rows = blocks.device, head.norm.weight.dtype, info.max_num_sequences
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        # By row and number of the drafts behind the row's last token that were accepted, flattened.
+        kept = (num_rows + 1) * (1 + info.max_drafts)
+        self._hidden, self._positions = zeros(kept, info.hidden, dtype=kind), zeros(kept, 3)
+        self._saved = zeros(info.num_checkpoints, info.hidden, dtype=kind)
+        self._saved_positions = zeros(info.num_checkpoints, 3)
+        # Of the last step with chunks, if it could save checkpoints.
+        self._step_hidden = zeros(info.max_batched_tokens, info.hidden, dtype=kind)
+        self._capacities = np.zeros(num_rows + 1, np.int64)
+        # Inputs of `draft` at addresses that do not change. Behind the samples there is space for
+        # the places of drafts that the last sample does not have.
+        self._sampled = zeros(num_rows + 1 + info.max_drafts)
+        self._groups = zeros((OfDraftGroup.DRAFT + info.max_drafts) * num_rows)
+        self._entered: Tensor | None = None
+
+    # The host's part.
 
     def start_row(self, row: int, checkpoint: int) -> None:
         """Gives a row the hidden state at a checkpoint."""
-        self._hidden[row, 0] = self._saved[checkpoint]
-        self._positions[row, 0] = self._saved_positions[checkpoint]
+        first = row * (1 + self._max_drafts)
+        self._hidden[first] = self._saved[checkpoint]
+        self._positions[first] = self._saved_positions[checkpoint]
 
     def note_blocks(self, row: int, num_blocks: int) -> None:
         """Notes how many blocks a row has."""
         self._capacities[row] = num_blocks * self._block_size
 
+    def lay_out(self, step: StepInputs) -> DraftArrays:
+        """Lays out the arrays that the layer needs of a step, with groups padded for a graph."""
+        num_rows, max_blocks = self._blocks.shape
+        found = lay_out(step, self._capacities, self._max_drafts, max_blocks, self._block_size)
+        size = self._size(found.groups.shape[1])
+        return DraftArrays(found.tokens, found.chunks, padded(found.groups, size, num_rows - 1))
+
+    def _size(self, num_groups: int) -> int:
+        """Returns the number of rows to which so many groups are padded."""
+        return next((size for size in self.sizes if size >= num_groups), max(1, num_groups))
+
+    def enter(self, groups: Tensor) -> None:
+        """Notes the uploaded groups of the launched step, see `DraftArrays.groups`."""
+        self._entered = groups
+
+    # The device's part.
+
     def observe(
-        self, step: StepInputs, entered: EnteredStep, hidden: Tensor, visual: VisualInput | None
+        self, entry: DraftEntry, entered: EnteredStep, hidden: Tensor, visual: VisualInput | None
     ) -> None:
         """Stores the layer's keys and values of the positions before a step's tokens.
 
         Args:
-            step: the step, without padding.
+            entry: the layer's own arrays of the step.
             entered: the model's inputs of the step.
             hidden: `[T, hidden]`, hidden states of the step's tokens after the final norm.
             visual: embeddings of the image tokens. None if the step has no images.
         """
-        count, device = len(hidden), hidden.device
-        rows, starts = step.chunks[OfChunk.ROW].astype(np.int64), step.cu_query_lens[:-1]
-        lengths = np.diff(step.cu_query_lens)
-        index = np.arange(count) + (step.seq_lens - lengths - starts).repeat(lengths)
-        begins = np.flatnonzero(np.diff(rows, prepend=-1))  # chunks that begin a row's part
-        firsts, first_rows = starts[begins], rows[begins]
-        folds = np.array([step.folds.get(int(chunk), 0) for chunk in begins])
-
-        def put(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(device)
-
-        at, kept = put(firsts), (put(first_rows), put(folds))
-        before, positions = hidden.roll(1, 0), entered.positions.roll(1, 1)
-        before[at], positions[:, at] = self._hidden[kept], self._positions[kept].T
-        slots = self._slots(put(rows.repeat(lengths)), put(index - 1))
+        source = entry.tokens[OfDraftToken.BEFORE].long()
+        is_kept, kept, source = source < 0, (-1 - source).clamp(min=0), source.clamp(min=0)
+        before = torch.where(is_kept[:, None], self._hidden[kept], hidden[source])
+        positions = torch.where(is_kept, self._positions[kept].T, entered.positions[:, source])
+        slots = self._slots(entry.rows.clamp(min=0), entry.tokens[OfDraftToken.INDEX])
         embedded = F.embedding(entered.input_ids, self._model.embed_tokens.weight)
         if visual is not None:
             visual.replace(embedded)
-        context = self._context(positions, slots, None)
+        context = self._context(positions.contiguous(), slots)
         self._head.store(self._head.inputs(embedded, before, context), context)
-        # Each chunk's last token, and its place among those of its row.
-        places = np.arange(len(rows)) - begins.repeat(np.diff(begins, append=len(rows)))
-        last, target = put(step.cu_query_lens[1:] - 1), (put(rows), put(places))
-        self._hidden[target], self._positions[target] = hidden[last], entered.positions[:, last].T
-        if step.state_saves is not None:
-            tokens, saves = map(put, step.state_saves.T)
-            self._saved[saves] = hidden[tokens]
-            self._saved_positions[saves] = entered.positions[:, tokens].T
-        self._last = _Observed(step, hidden, entered.positions.clone())
+        last, target = entry.chunks[OfDraftChunk.LAST], entry.chunks[OfDraftChunk.KEPT].long()
+        self._hidden.index_copy_(0, target, hidden[last])
+        self._positions.index_copy_(0, target, entered.positions[:, last].T)
+        if entry.keeps:
+            self._step_hidden[: len(hidden)] = hidden
 
-    def draft(self, token_ids: Tensor, num_drafts: int) -> Tensor:
-        """Drafts tokens behind those that the observed step has sampled.
+    def save(self, saves: Tensor, entered: EnteredStep) -> None:
+        """Keeps hidden states of a step's tokens at checkpoints, after the step was launched.
+
+        Args:
+            saves: `[2, C]` int64, places of the tokens, and slots of the checkpoints.
+            entered: the model's inputs of the step.
+        """
+        tokens, checkpoints = saves
+        self._saved.index_copy_(0, checkpoints, self._step_hidden[tokens])
+        self._saved_positions.index_copy_(0, checkpoints, entered.positions[:, tokens].T)
+
+    def draft(self, token_ids: Tensor) -> Tensor:
+        """Drafts tokens behind those that the step has sampled, without waiting for the device.
 
         Args:
             token_ids: `[B]` int32, the sampled tokens.
-            num_drafts: number n of drafts.
 
         Returns:
-            Drafts `[C, n]` int32 of the C rows that sample, in the order of their samples. -1 where
-            the row has no block for the keys and values that the draft depends on.
+            Drafts `[G, num_drafts]` int32 of the rows that sample, in the order of their samples,
+            and then padding. -1 where the row has no block for the keys and values that the draft
+            depends on.
         """
-        assert self._last is not None
-        step, hidden, positions = self._last.step, self._last.hidden, self._last.positions
-        chunks = self._last_accepted(step, token_ids)
-        samples = {int(chunk): place for place, chunk in enumerate(step.samples)}
-        rows = step.chunks[OfChunk.ROW, chunks].astype(np.int64)
-        indices, capacities = step.seq_lens[chunks].astype(np.int64) - 1, self._capacities[rows]
-        device = hidden.device
-        tokens = torch.from_numpy(step.cu_query_lens[1:][chunks].astype(np.int64) - 1).to(device)
-        ids = token_ids[torch.tensor([samples[c] for c in chunks], device=device)].clamp(min=0)
-        hidden, positions = hidden[tokens], positions[:, tokens]
-        on_device = torch.from_numpy(rows).to(device)
-        drafts = torch.full((len(rows), num_drafts), -1, dtype=torch.int32, device=device)
-        for place in range(num_drafts):
-            index = indices + place
-            is_stored = torch.from_numpy(index < capacities).to(device)
-            slots = self._slots(on_device, torch.from_numpy(index).to(device))
-            slots = slots.where(is_stored, -1)
-            metadata = self._metadata(rows, np.minimum(index + 1, capacities), slots)
-            context = self._context(positions, slots, metadata)
-            embedded = F.embedding(ids, self._model.embed_tokens.weight)
-            hidden = self._head(self._head.inputs(embedded, hidden, context), context)
-            ids = self._model.ops.greedy(self._model.logits(hidden)).clamp(min=0)
-            drafts[:, place] = ids.where(is_stored, -1)
-            positions = positions + 1
+        groups = self._entered
+        assert groups is not None
+        size = groups.shape[1]
+        self._sampled[: len(token_ids)] = token_ids
+        self.groups(size).copy_(groups)
+        if (captured := self.graphs.get(size)) is None:
+            return self.draft_groups(size)
+        graph, calls, drafts = captured
+        graph.replay()
+        calls.num_replays += 1
         return drafts
 
-    def _last_accepted(self, step: StepInputs, token_ids: Tensor) -> list[int]:
-        """Returns the chunk with each row's last accepted draft, or with its token if none is.
+    def groups(self, size: int) -> Tensor:
+        """Returns the memory of the groups `[4 + max_drafts, size]` that `draft_groups` reads."""
+        fields = OfDraftGroup.DRAFT + self._max_drafts
+        return self._groups[: fields * size].view(fields, size)
 
-        The result depends on the sampled tokens, so a GPU is waited for if the step has drafts.
-        """
-        rows, samples = step.chunks[OfChunk.ROW].tolist(), step.samples.tolist()
-        places = [[*group] for _, group in groupby(range(len(samples)), lambda i: rows[samples[i]])]
-        if not step.has_drafts:
-            return samples
-        sampled, given = token_ids.tolist(), step.tokens[2].tolist()
-        chosen: list[int] = []
-        for group in places:
-            count = 0
-            while count + 1 < len(group):
-                token = step.cu_query_lens[samples[group[count + 1]]]
-                if sampled[group[count]] != given[token]:
-                    break
-                count += 1
-            chosen.append(samples[group[count]])
-        return chosen
+    def draft_groups(self, size: int) -> Tensor:
+        """Drafts tokens `[size, num_drafts]` int32 behind the accepted ones of so many groups."""
+        groups, count, device = self.groups(size), self.num_drafts, self._groups.device
+        given = groups[OfDraftGroup.DRAFT :].T
+        samples = groups[OfDraftGroup.SAMPLE][:, None]
+        following = samples + torch.arange(self._max_drafts, device=device)
+        matches = (self._sampled[following] == given).int()
+        accepted = matches.cumprod(1).sum(1)  # [size] int64
+        rows = groups[OfDraftGroup.ROW].long()
+        kept = rows * (1 + self._max_drafts) + accepted
+        hidden = self._hidden[kept]
+        ids = self._sampled[samples[:, 0] + accepted].clamp(min=0)
+        # By draft and row: the position whose keys and values a draft stores, and its context.
+        places = torch.arange(count, device=device)[:, None]
+        index = groups[OfDraftGroup.INDEX] + accepted + places
+        capacity = groups[OfDraftGroup.CAPACITY]
+        is_stored = index < capacity
+        slots = self._slots(rows.expand(count, -1), index).where(is_stored, -1)
+        lengths = torch.minimum(index + 1, capacity).clamp(min=1).int()
+        positions = self._positions[kept].T[:, None] + places  # [3, drafts, size]
+        firsts = (rows * self._blocks.shape[1]).int()
+        contexts = [
+            self._context(
+                positions[:, place].int().contiguous(),
+                slots[place],
+                self._metadata(slots[place], lengths[place], firsts),
+            )
+            for place in range(count)
+        ]
+        drafts: list[Tensor] = []
+        for context in contexts:
+            embedded = F.embedding(ids, self._model.embed_tokens.weight)
+            hidden = self._head(self._head.inputs(embedded, hidden, context), context)
+            ids = self._model.ops.greedy(self._head.logits(hidden, self._model)).clamp(min=0)
+            drafts.append(ids)
+        return torch.stack(drafts).where(is_stored, -1).int().T
+
+    @property
+    def plans_on_device(self) -> bool:
+        """True if attention needs no plan of the host, so that graphs can draft."""
+        return self._backend.plans_on_device
 
     def _slots(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Returns the places `[T]` in the KV cache of tokens of rows; -1 for an index below 0."""
-        size, most = self._block_size, self._blocks.shape[1] - 1
+        """Returns the places int64 in the KV cache of tokens of rows; -1 for an index below 0."""
+        size, most, index = self._block_size, self._blocks.shape[1] - 1, index.long()
         blocks = self._blocks[rows, (index // size).clamp(0, most)].long()
         return (blocks * size + index % size).where(index >= 0, -1)
 
     def _context(
-        self, positions: Tensor, slots: Tensor, metadata: AttentionMetadata | None
+        self, positions: Tensor, slots: Tensor, metadata: AttentionMetadata | None = None
     ) -> StepContext:
+        """Returns the context of tokens. Nothing attends if `metadata` is None."""
         ops: Ops = self._model.ops
         rope, kv_rows = ops.rope_and_rows(
             positions, slots, self._model.rope, self._hidden.dtype, self._block_size
         )
-        if metadata is None:  # nothing attends
+        if metadata is None:
             none = np.zeros(0, np.int32)
-            metadata = self._metadata(none, none, slots)
+            empty = slots.new_zeros(0, dtype=torch.int32)
+            metadata = self._layout(none, slots, empty, empty)
         return StepContext(
             ops=ops,
             kernels=ops.for_tokens(len(slots)),
@@ -210,20 +254,34 @@ class Drafter:
             metadata=metadata,
         )
 
-    def _metadata(self, rows: np.ndarray, seq_lens: np.ndarray, slots: Tensor) -> AttentionMetadata:
-        """Returns the planned layout of one token of each row."""
-        device = slots.device
-        lens, firsts = seq_lens.astype(np.int32), (rows * self._blocks.shape[1]).astype(np.int32)
-        metadata = AttentionMetadata(
-            num_decodes=len(rows),
-            cu_query_lens=np.arange(len(rows) + 1, dtype=np.int32),
-            seq_lens=lens,
-            first_blocks=firsts,
+    def _metadata(self, slots: Tensor, lengths: Tensor, firsts: Tensor) -> AttentionMetadata:
+        """Returns the planned layout of one token of each row.
+
+        Args:
+            slots: `[G]` int64, places of the tokens in the KV cache.
+            lengths, firsts: `[G]` int32 on the device, see `AttentionMetadata`.
+        """
+        if self.plans_on_device:
+            # The host does not know the lengths, and no kernel asks it for them.
+            metadata = self._layout(np.ones(len(slots), np.int32), slots, lengths, firsts)
+            metadata.plan = self._backend.plan_on_device(metadata)
+            return metadata
+        metadata = self._layout(lengths.cpu().numpy(), slots, lengths, firsts)
+        metadata.first_blocks = firsts.cpu().numpy()
+        metadata.plan = self._backend.plan(metadata)
+        return metadata
+
+    def _layout(
+        self, seq_lens: Int32Array, slots: Tensor, lengths: Tensor, firsts: Tensor
+    ) -> AttentionMetadata:
+        count = len(seq_lens)
+        return AttentionMetadata(
+            num_decodes=count,
+            cu_query_lens=np.arange(count + 1, dtype=np.int32),
+            seq_lens=seq_lens,
+            first_blocks=np.zeros(count, np.int32),
             slot_mapping=slots,
             block_ids=self._blocks.view(-1),
-            first_blocks_device=torch.from_numpy(firsts).to(device),
-            seq_lens_device=torch.from_numpy(lens).to(device),
+            first_blocks_device=firsts,
+            seq_lens_device=lengths,
         )
-        if len(rows):
-            metadata.plan = self._backend.plan(metadata)
-        return metadata

@@ -1,9 +1,12 @@
 """A model runner whose model drafts tokens with a layer for multi-token prediction."""
 
+import torch
+from torch import Tensor
+
 from services.decoder.engine.run.drafter import Drafter
-from services.decoder.engine.run.model_runner import ModelRunner, Sampling
-from services.decoder.engine.run.pending_step import DevicePendingStep, HostTokens
-from services.decoder.engine.run.step_computer import Computed, StepComputer
+from services.decoder.engine.run.model_runner import ModelRunner
+from services.decoder.engine.run.pending_step import DevicePendingStep
+from services.decoder.engine.run.step_computer import StepComputer
 from services.decoder.engine.step import Step
 
 
@@ -13,26 +16,30 @@ class DraftingRunner(ModelRunner):
     Args:
         computer: the part of the runner that every rank has.
         drafter: drafts tokens; the computer's steps go through it.
+
+    Attributes:
+        drafter: see above.
     """
 
     def __init__(self, computer: StepComputer, drafter: Drafter) -> None:
         super().__init__(computer)
-        self._drafter = drafter
-        self._num_drafts = 0
+        self.drafter = drafter
+        self._drafts = False
 
     def execute(self, step: Step) -> DevicePendingStep:
         compute = step.compute
         for row, start, count in compute.block_updates.tolist():
-            self._drafter.note_blocks(row, start + count)
+            self.drafter.note_blocks(row, start + count)
         for started in compute.row_starts:
             if started.checkpoint >= 0:
-                self._drafter.start_row(started.row, started.checkpoint)
-        self._num_drafts = step.sample.num_head_drafts
+                self.drafter.start_row(started.row, started.checkpoint)
+        self._drafts = step.sample.num_head_drafts > 0
         return super().execute(step)
 
-    def sample(self, computed: Computed, sampling: Sampling) -> HostTokens:
-        tokens = super().sample(computed, sampling)
-        if self._num_drafts:
-            found = self._drafter.draft(tokens.sampled, self._num_drafts)
-            tokens.drafts = self.readback.copy(found)
-        return tokens
+    def _draft(self, token_ids: Tensor) -> Tensor | None:
+        return self.drafter.draft(token_ids) if self._drafts else None
+
+    @torch.inference_mode()
+    def sample_scratch(self, num_rows: int) -> None:
+        super().sample_scratch(num_rows)
+        self.drafter.draft_groups(num_rows)

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels import launches
 from kernels.linear_attention.draft_runs import DraftRuns, KeptInputs
 from kernels.linear_attention.states import StateCache, StateLayout
-from kernels.rows import DeviceRows, EnteredStep, OfChunk, StepEntry
+from kernels.rows import DeviceRows, EnteredStep, OfChunk, OfToken, StepEntry
 from kernels.tuning import (
     MAX_CAPTURED_CHUNKS,
     MAX_CAPTURED_DECODES,
@@ -30,6 +30,7 @@ from kernels.tuning import (
 from services.common.nn.adapter_stack import AdapterRows
 from services.common.nn.dispatch import CapturedCalls
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
+from services.decoder.engine.run.draft_inputs import DraftEntry
 from services.decoder.engine.run.drafter import Drafter
 from services.decoder.engine.run.images import ImageReader
 from services.decoder.engine.run.staging import Staging
@@ -241,8 +242,19 @@ class StepParts:
         if self.drafter is None:
             return self.model.forward(*inputs, rows, adapters)
         hidden = self.model.forward(*inputs, None, adapters)
-        self.drafter.observe(step, entered, hidden, visual)
+        self.drafter.observe(self._draft_entry(step), entered, hidden, visual)
         return hidden if rows is None else hidden[rows]
+
+    def _draft_entry(self, step: StepInputs) -> DraftEntry:
+        """Returns the arrays of an uploaded step for the layer for multi-token prediction."""
+        places, device = step.places, self.staging.device
+        assert places.draft_tokens is not None and places.draft_chunks is not None
+        return DraftEntry(
+            rows=device(places.tokens)[OfToken.ROW],
+            tokens=device(places.draft_tokens),
+            chunks=device(places.draft_chunks),
+            keeps=step.num_decodes < len(step.seq_lens),
+        )
 
     def adapters(self, step: StepInputs) -> AdapterRows | None:
         """Returns the adapters of an uploaded step's tokens. None if no token has one."""

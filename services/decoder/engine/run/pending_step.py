@@ -29,8 +29,7 @@ class HostTokens:
             samples.
 
     Attributes:
-        drafts: `StepOutput.drafts`, likewise. None if the model drafts nothing.
-        sampled: `[B]` int32 on the device, the sampled tokens.
+        drafts: `StepOutput.drafts` on the host, likewise. None if the model drafts nothing.
     """
 
     def __init__(
@@ -40,10 +39,9 @@ class HostTokens:
         sampling: SamplingInputs | None,
         buffer: "PinnedBuffer | None" = None,
         vectors: Tensor | None = None,
+        drafts: Tensor | None = None,
     ) -> None:
-        self.vectors = vectors
-        self.drafts: Tensor | None = None
-        self.sampled = token_ids
+        self.vectors, self.drafts = vectors, drafts
         self._token_ids = token_ids
         self._logprobs = logprobs
         self._sampling = sampling
@@ -97,20 +95,24 @@ class Readback:
         self,
         sampled: Sampled | None,
         sampling: SamplingInputs | None = None,
+        drafts: Tensor | None = None,
         vectors: Tensor | None = None,
     ) -> HostTokens:
-        """Starts the copy of a step's tokens.
+        """Starts the copy of a step's tokens, and of what is read together with them.
 
         Args:
             sampled: the sampled tokens on the device. None if the step samples nothing; the result
                 then only says when the step is over.
             sampling: the rows that want log-probabilities. None if no row does.
+            drafts: `[G, n]` int32, the model's own drafts. None if it drafts nothing.
             vectors: `[B, n]` float32 results of a model for search. None if the step samples.
         """
         token_ids = _NO_TOKENS if sampled is None else sampled.token_ids
         logprobs = None if sampled is None else sampled.logprobs
         if not self._cuda:
-            return HostTokens(token_ids, logprobs, sampling, vectors=vectors)
+            return HostTokens(token_ids, logprobs, sampling, vectors=vectors, drafts=drafts)
+        if drafts is not None:
+            drafts = self.copy(drafts)
         if vectors is not None:
             vectors = self.copy(vectors)
         if logprobs is not None:
@@ -120,9 +122,7 @@ class Readback:
         ids = buffer.ids[: len(token_ids)]
         ids.copy_(token_ids, non_blocking=True)
         buffer.copied.record()
-        found = HostTokens(ids, logprobs, sampling, buffer, vectors)
-        found.sampled = token_ids
-        return found
+        return HostTokens(ids, logprobs, sampling, buffer, vectors, drafts)
 
     def mark(self) -> torch.cuda.Event | None:
         """Returns an event after everything launched so far, or None on a CPU."""

@@ -40,6 +40,7 @@ from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.run import kv_cache
+from services.decoder.engine.run.draft_graphs import capture_drafts
 from services.decoder.engine.run.drafter import Drafter
 from services.decoder.engine.run.drafting_runner import DraftingRunner
 from services.decoder.engine.run.graphs import (
@@ -63,6 +64,8 @@ from services.decoder.models.draft_head import DraftHead
 from services.decoder.models.draft_head_files import (
     DRAFT_HEAD,
     add_draft_head,
+    quantize_layer,
+    quantize_output,
     read_elsewhere,
     with_draft_head,
 )
@@ -227,8 +230,7 @@ def create_runner(
                 num_weight_tokens=_weight_bytes(model) * shape.block_size // shape.block_bytes,
             )
         )
-        # No graph has the layer for multi-token prediction.
-        with_graphs = options.cuda_graphs and info.on_gpu and not options.draft_head
+        with_graphs = options.cuda_graphs and info.on_gpu
         _warm_up(runner, model, backend, ranks, with_graphs=with_graphs)
     _log_ready(runner.info, device, backend, model, shape, time.monotonic() - started)
     return runner
@@ -259,7 +261,11 @@ def _load(
         model = kind(built, backend, PlainOps(), ranks=ranks)
         if options.draft_head:
             add_draft_head(model, spec, backend, checkpoint)
+    # Drafts are verified, so that the layer that makes them may be rounded where this saves time.
+    is_rounded = options.draft_head and device.type == "cuda" and dtype.itemsize == 2
     if checkpoint is None:
+        if is_rounded:
+            quantize_layer(model, None)
         load_dummy(
             model,
             device=device,
@@ -272,9 +278,13 @@ def _load(
             read_scales(model, spec, checkpoint)
         ignore_query_scales(model, spec, checkpoint)
         set_methods(model, checkpoint, model.weight_map, spec.checkpoint.quantization)
+        if is_rounded:
+            quantize_layer(model, checkpoint)
         load_weights(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
         )
+    if is_rounded:
+        quantize_output(model)
     # The formats of the weights decide which kernels can read them, and are known now.
     formats = rows_of_layers(model.layers)
     if isinstance(head := getattr(model, DRAFT_HEAD, None), DraftHead):
@@ -543,6 +553,8 @@ def _warm_up(
                 (DecodeGraphs(parts, memory), decodes),
             ]
         )
+        if isinstance(runner, DraftingRunner):
+            capture_drafts(runner.drafter, model.ops, memory, decodes)
         _agree(model.ops, ranks)
 
 

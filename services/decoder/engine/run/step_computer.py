@@ -129,6 +129,7 @@ class StepComputer:
             masked=bool(step.images) if graphs is None else graphs.masks_images,
             with_states=self.state.states is not None,
             decodes=graphs is not None and graphs.runs_decodes,
+            drafts=self.parts.drafter and self.parts.drafter.lay_out(step),
         )
 
     def run(self, step: ComputeStep, inputs: StepInputs) -> Computed:
@@ -136,9 +137,19 @@ class StepComputer:
         self.upload(step, inputs)
         if step.num_from_device:
             self._ranks.broadcast(self.state.rows.last_tokens)  # rank 0 has sampled them
-        if inputs.graphs is not None:
-            return self._replay(step, inputs)
-        return self._run_eagerly(step, inputs)
+        run = self._run_eagerly if inputs.graphs is None else self._replay
+        computed = run(step, inputs)
+        if self.parts.drafter is not None:
+            self._enter_drafts(inputs, self.parts.drafter)
+        return computed
+
+    def _enter_drafts(self, inputs: StepInputs, drafter: Drafter) -> None:
+        """Tells the drafter which rows the launched step samples, and which states it saves."""
+        places, device = inputs.places, self.staging.device
+        assert places.draft_groups is not None
+        drafter.enter(device(places.draft_groups))
+        if places.draft_saves is not None:
+            drafter.save(device(places.draft_saves), self.parts.entered.part(inputs.num_tokens, 0))
 
     def upload(self, step: ComputeStep, inputs: StepInputs) -> None:
         """Uploads a staged step, and changes rows and blocks on the device as the step says."""
@@ -285,6 +296,8 @@ def _max_chunks(info: EngineInfo) -> int:
 def _staging_bytes(info: EngineInfo, max_blocks: int) -> int:
     """Returns the most bytes that a step's arrays take: per token, and per chunk."""
     per_token, per_row = 64, 324 + 1024 + 4 * -(-info.vocab_size // 32)
+    if info.has_draft_head:
+        per_token, per_row = per_token + 24, per_row + 32 + 4 * info.max_drafts
     rows = _max_chunks(info)
     tokens = max(info.max_batched_tokens, rows)
     return tokens * per_token + rows * (per_row + 12 * max_blocks) + _CONSTANT_BYTES

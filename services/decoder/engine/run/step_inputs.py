@@ -48,6 +48,9 @@ class Places:
             there are no chunks.
         adapters: `[T]` int64, slot of each token's adapter, -1 for none. None if no token has an
             adapter.
+        draft_tokens, draft_chunks, draft_groups, draft_saves: arrays for the layer for multi-token
+            prediction, see `DraftArrays`, and places and slots `[2, C]` int64 of the
+            saved states. None if there is no such layer, or if no state is saved.
         updates: places of indices and values of the changes of block tables, and of position
             deltas. None for a kind without changes.
     """
@@ -62,7 +65,28 @@ class Places:
     pieces: Staged | None = None
     saves: Staged | None = None
     adapters: Staged | None = None
+    draft_tokens: Staged | None = None
+    draft_chunks: Staged | None = None
+    draft_groups: Staged | None = None
+    draft_saves: Staged | None = None
     updates: Sequence[tuple[Staged, Staged] | None] = (None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftArrays:
+    """The arrays of a step for the layer for multi-token prediction, laid out by `draft_inputs`.
+
+    The step has T tokens in S chunks, padding included, and samples tokens of G rows.
+
+    Attributes:
+        tokens: `[2, T]` int32, see `draft_inputs.OfDraftToken`.
+        chunks: `[2, S]` int32, see `draft_inputs.OfDraftChunk`.
+        groups: `[4 + max_drafts, G]` int32, see `draft_inputs.OfDraftGroup`.
+    """
+
+    tokens: Int32Array
+    chunks: Int32Array
+    groups: Int32Array
 
 
 class StepGraphs(Protocol):
@@ -225,6 +249,7 @@ def stage(
     masked: bool,
     with_states: bool = False,
     decodes: bool = False,
+    drafts: DraftArrays | None = None,
 ) -> StepInputs:
     """Copies a step's arrays into the staging buffer, and returns the step with its places.
 
@@ -236,6 +261,7 @@ def stage(
         with_states: True if the model has recurrent states.
         decodes: True if a graph of decodes alone runs the step. The graph changes block tables
             itself, unless attention's plan reads them before.
+        drafts: arrays for the layer for multi-token prediction. None if there is no such layer.
     """
     num_tokens, num_chunks = step.num_tokens, len(step.seq_lens)
     blocks = step.block_updates
@@ -248,6 +274,8 @@ def stage(
     if num_tokens > step.tokens.shape[1]:
         staging.host(tokens)[OfToken.ROW, step.tokens.shape[1] :] = -1
     found = step.places = Places(tokens, chunks)
+    if drafts is not None:
+        found.draft_tokens, found.draft_chunks = map(staging.add, (drafts.tokens, drafts.chunks))
     if not decodes:
         all_rows = step.chunks[OfChunk.ROW].astype(np.int64)
         last_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
@@ -266,6 +294,10 @@ def stage(
             found.pieces, found.saves = staging.add(pieces), _stage_saves(step, staging)
     if step.adapters is not None:
         found.adapters = staging.add(step.adapters)
+    if drafts is not None:  # No graph of the step reads these.
+        found.draft_groups = staging.add(drafts.groups)
+        if step.state_saves is not None and len(step.state_saves):
+            found.draft_saves = staging.add(np.ascontiguousarray(step.state_saves.T, np.int64))
     found.updates = [
         (staging.add(places), staging.add(values)) if len(places) else None
         for places, values in (blocks, step.position_deltas)

@@ -35,9 +35,6 @@ _LEAST_AMONG_OTHERS, _LEAST_ALONE = 2.2, 1.3
 # all the same in some steps, because the device may have been slow when the price was learned.
 _FEW_DECODES, _MOST_OF_FEW = 4, 0.5
 _TRIAL_PERIOD = 64
-# The most drafts of a layer for multi-token prediction, which is trained to predict one token, so
-# that later drafts are right less often.
-MAX_HEAD_DRAFTS = 3
 # A warning is logged if so many verifications in a row yield fewer tokens each than this.
 _WARNING_PERIOD, _WARNING_TOKENS = 1000, 1.2
 
@@ -97,7 +94,7 @@ class Speculation:
         self._has_states = info.has_states
         self.max_drafts = max_drafts
         self.sources: DraftSources = HeadSources() if info.has_draft_head else Lookups()
-        self._num_head_drafts = min(max_drafts, MAX_HEAD_DRAFTS) if info.has_draft_head else 0
+        self._num_head_drafts = min(max_drafts, info.num_head_drafts)
         self.totals = DraftTotals(accepted_at=[0] * max_drafts) if max_drafts else None
         self._cost, self._step_ms, self._overlap = cost, step_ms, overlap
         # A chunk with k drafts has 1 + k samples, and a step at most as many as there are rows.

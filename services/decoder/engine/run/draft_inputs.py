@@ -1,0 +1,147 @@
+"""The arrays that the layer for multi-token prediction needs of a step, laid out on the host.
+
+They are staged with the step's other arrays. Which drafts are accepted is known on the device
+alone, so nothing here depends on it. See `Drafter`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from kernels.rows import OfChunk, OfToken
+from services.decoder.engine.run.step_inputs import DraftArrays, IntArray, StepInputs
+from services.decoder.engine.step import Int32Array
+
+# An id that no sampled token is equal to, errors of the sampler included.
+NO_DRAFT = np.iinfo(np.int32).min
+
+
+class OfDraftToken:
+    """Indices of the fields in `DraftArrays.tokens`.
+
+    Attributes:
+        BEFORE: index in the step of the token before the token; or `-1 - k` if that token was in
+            the row's step before, whose hidden state is kept at the flat index k.
+        INDEX: index in the sequence of the token before. -1 if there is none to store.
+        COUNT: number of fields.
+    """
+
+    BEFORE, INDEX = 0, 1
+    COUNT = 2
+
+
+class OfDraftChunk:
+    """Indices of the fields in `DraftArrays.chunks`.
+
+    Attributes:
+        LAST: index in the step of the chunk's last token.
+        KEPT: flat index at which the hidden state of that token is kept for the row's next step.
+        COUNT: number of fields.
+    """
+
+    LAST, KEPT = 0, 1
+    COUNT = 2
+
+
+class OfDraftGroup:
+    """Indices of the fields in `DraftArrays.groups`. A group is the samples of one row.
+
+    Attributes:
+        ROW: row of the sequence.
+        SAMPLE: index of the group's first sample.
+        INDEX: index in the sequence of the token before that sample.
+        CAPACITY: number of tokens for which the row has blocks.
+        DRAFT: first of the fields with the drafts that the step verifies; `NO_DRAFT` behind them.
+    """
+
+    ROW, SAMPLE, INDEX, CAPACITY, DRAFT = 0, 1, 2, 3, 4
+
+
+@dataclass(frozen=True, slots=True)
+class DraftEntry:
+    """Uploaded arrays of a step.
+
+    Attributes:
+        rows: `[T]` int32, row of each token, -1 for padding.
+        tokens: `[2, T]` int32, see `OfDraftToken`.
+        chunks: `[2, S]` int32, see `OfDraftChunk`.
+        keeps: True if the hidden states of the step's tokens are needed after the step, because
+            checkpoints may be saved.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    chunks: Tensor
+    keeps: bool
+
+
+def lay_out(
+    step: StepInputs, capacities: IntArray, max_drafts: int, max_blocks: int, block_size: int
+) -> DraftArrays:
+    """Lays out the arrays of a step that is padded already.
+
+    Args:
+        step: the step.
+        capacities: `[R + 1]`, number of tokens for which each row had blocks before the step. The
+            last row is scratch.
+        max_drafts: the most drafts of a row in a step.
+        max_blocks: number of blocks of a row.
+        block_size: tokens per KV block.
+    """
+    rows, starts = step.chunks[OfChunk.ROW].astype(np.int64), step.cu_query_lens[:-1]
+    lengths, num_chunks = np.diff(step.cu_query_lens), len(step.seq_lens)
+    # The parts of rows: each begins with the chunk of the row's first token in the step.
+    begins = np.flatnonzero(np.diff(rows, prepend=-1))
+    places = np.arange(num_chunks) - begins.repeat(np.diff(begins, append=num_chunks))
+    kept = rows * (1 + max_drafts)
+    count = int(step.cu_query_lens[-1])
+    tokens = np.zeros((OfDraftToken.COUNT, step.num_tokens), np.int32)
+    tokens[OfDraftToken.INDEX] = -1
+    tokens[OfDraftToken.BEFORE, :count] = np.arange(-1, count - 1)
+    index = np.arange(count) + (step.seq_lens - lengths - starts).repeat(lengths)
+    tokens[OfDraftToken.INDEX, :count] = index - 1
+    begins = begins[lengths[begins] > 0]  # without padding chunks
+    folds = np.array([step.folds.get(chunk, 0) for chunk in begins.tolist()], np.int64)
+    tokens[OfDraftToken.BEFORE, starts[begins]] = -1 - (kept[begins] + folds)
+    chunks = np.empty((OfDraftChunk.COUNT, num_chunks), np.int32)
+    chunks[OfDraftChunk.LAST] = np.maximum(step.cu_query_lens[1:] - 1, 0)
+    chunks[OfDraftChunk.KEPT] = kept + np.minimum(places, max_drafts)
+    if len(step.block_updates[0]):
+        changed, last = np.divmod(step.block_updates[0], max_blocks)
+        capacities = capacities.copy()
+        capacities[changed] = (last + 1) * block_size  # a row's new blocks come in their order
+    groups = _groups(step, rows, capacities, max_drafts)
+    return DraftArrays(tokens, chunks, groups)
+
+
+def _groups(step: StepInputs, rows: IntArray, capacities: IntArray, max_drafts: int) -> Int32Array:
+    """Returns `DraftArrays.groups`."""
+    of_samples, num_samples = rows[step.samples], len(step.samples)
+    firsts = np.flatnonzero(np.diff(of_samples, prepend=-1))
+    counts = np.diff(firsts, append=num_samples)
+    is_real = of_samples[firsts] < len(capacities) - 1
+    firsts, counts = firsts[is_real], counts[is_real]
+    groups = np.full((OfDraftGroup.DRAFT + max_drafts, len(firsts)), NO_DRAFT, np.int32)
+    groups[OfDraftGroup.ROW] = of_samples[firsts]
+    groups[OfDraftGroup.SAMPLE] = firsts
+    groups[OfDraftGroup.INDEX] = step.seq_lens[step.samples[firsts]] - 1
+    groups[OfDraftGroup.CAPACITY] = capacities[of_samples[firsts]]
+    for place in range(1, int(counts.max(initial=1))):
+        has_draft = counts > place
+        chunks = step.samples[firsts[has_draft] + place]
+        ids = step.tokens[OfToken.ID, step.cu_query_lens[chunks]]
+        groups[OfDraftGroup.DRAFT + place - 1, has_draft] = ids
+    return groups
+
+
+def padded(groups: Int32Array, size: int, scratch_row: int) -> Int32Array:
+    """Returns groups padded to `size` with groups of the scratch row, which store nothing."""
+    count = groups.shape[1]
+    if count == size:
+        return groups
+    found = np.zeros((len(groups), size), np.int32)
+    found[:, :count] = groups
+    found[OfDraftGroup.ROW, count:] = scratch_row
+    found[OfDraftGroup.DRAFT :, count:] = NO_DRAFT
+    return found
