@@ -6,8 +6,8 @@ The format is that of colpali-engine, in which the VultronRetriever checkpoints 
 
 The checkpoints were trained with causal or with bidirectional attention, and the architecture has
 the same name in both cases: `retrieval_attention_contract` in config.json says which one. Only
-causal attention is implemented. A file that does not say it is refused, because a guess would give
-vectors that look right and rank wrongly.
+causal attention is implemented. A config.json without the key is refused, because a guess would
+give vectors that look right and rank wrongly.
 """
 
 from collections.abc import Mapping
