@@ -56,6 +56,11 @@ class ExpertStack:
         """Number of experts."""
         return self.layer.stack[0]
 
+    @property
+    def used(self) -> set[int]:
+        """The slots whose adapter changes an expert."""
+        return {slot for slot, _ in self._found}
+
     def check_one(self, expert: int, part: str, factors: LowRank) -> str:
         """Returns why the factors of one expert's module do not fit, or an empty string."""
         if expert >= self.count:
@@ -101,7 +106,7 @@ class ExpertStack:
 
     def applies(self, rows: AdapterRows) -> bool:
         """Returns whether an adapter of the tokens changes the layer, as far as the host knows."""
-        return any(rows.first <= slot < rows.last for slot, _ in self._found)
+        return any(rows.first <= slot < rows.last for slot in self.used)
 
     def add(self, out: Tensor, x: Tensor, expert: int, slots: Tensor) -> Tensor:
         """Adds the adapters' changes to an expert's output, in place, and returns it.

@@ -5,19 +5,20 @@ made when the first adapter changes the layer. The embedding table and the outpu
 replaced as a whole (`modules_to_save`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.adapters.factors import SlotFactors
 from services.common.adapter_config import TOWER
 from services.common.nn.adapter import Adapter, LowRank
 from services.common.nn.adapter_stack import AdapterRows, AdapterStack, refused
 from services.common.nn.collectives import Ranks, Share
 from services.common.nn.expert_stack import MODULE, ExpertStack
-from services.common.nn.experts import Experts, StackedLinear
+from services.common.nn.experts import Experts, Router, StackedLinear
 from services.common.nn.linear import Linear
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -39,6 +40,11 @@ class _Slot:
     head: Tensor | None = None
     embedding: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def is_used(self) -> bool:
+        """Returns whether the adapter changes any of these tensors."""
+        return not (self.table is None and self.head is None and self.embedding is None)
+
 
 @dataclass(slots=True)
 class Adapters:
@@ -52,6 +58,9 @@ class Adapters:
         slots: number of slots.
         max_rank: largest rank of an adapter.
         takes_images: True if the model takes images, whose encoder has the adapters' towers.
+
+    Attributes:
+        fit_graphs: True if the captured CUDA graphs compute all that the loaded adapters change.
     """
 
     model: nn.Module
@@ -61,6 +70,8 @@ class Adapters:
     slots: int
     max_rank: int
     takes_images: bool = False
+    fit_graphs: bool = field(default=False, init=False)
+    _captured: dict[Linear, SlotFactors] = field(default_factory=dict[Linear, SlotFactors])
     _tied_head: AdapterStack | None = None
     _found: list[_Slot] = field(default_factory=list[_Slot])
 
@@ -104,6 +115,7 @@ class Adapters:
             else:
                 layer.adapters.set_one(slot, expert, part, factors)
         self._found[slot] = self._whole_modules(adapter)
+        self._note_fit()
 
     @torch.inference_mode()
     def reserve(self) -> None:
@@ -122,10 +134,40 @@ class Adapters:
         if self._tied_head is not None:
             self._tied_head.clear(slot)
         self._found[slot] = _Slot()
+        self._note_fit()
 
-    def rows(self, slots: Tensor, first: int, last: int) -> AdapterRows:
-        """Returns the adapters of a step's tokens; see `AdapterRows.of`."""
-        return AdapterRows.of(slots, self.slots, first, last)
+    def rows(self, slots: Tensor, present: Sequence[int] | None) -> AdapterRows:
+        """Returns the adapters of a step's tokens.
+
+        Args:
+            slots: `[T]` int64, slot of each token's adapter, -1 for none.
+            present: the slots that occur. None for a CUDA graph, which runs for any.
+        """
+        if present is None:
+            return AdapterRows(slots, self.slots, 0, self.slots, in_graph=True)
+        return AdapterRows(slots, self.slots, min(present), max(present) + 1)
+
+    def note_capture(self) -> None:
+        """Notes that CUDA graphs have been captured, with the factors that layers have now."""
+        self._captured = {layer: stack.factors for layer, stack in self._stacks().items()}
+        self._note_fit()
+
+    def _note_fit(self) -> None:
+        """Notes whether the captured graphs compute all that the loaded adapters change.
+
+        Graphs add the changes of linear layers that had factors at the capture, and scale outputs
+        for DoRA where an adapter had it then. They leave out the embedding table, the output head,
+        experts and their routers, which few adapters change.
+        """
+        layers = [layer for layer, stack in self._stacks().items() if stack.used]
+        left_out = self._tied_head is not None and bool(self._tied_head.used)
+        for layer in layers:
+            if layer is self.lm_head or isinstance(layer, Router | StackedLinear):
+                left_out = True
+            else:
+                left_out |= self._captured.get(layer) is not layer.adapters.factors
+        left_out |= any(slot.is_used for slot in self._found)
+        self.fit_graphs = bool(self._captured) and not left_out
 
     def embed(self, input_ids: Tensor, out: Tensor, rows: AdapterRows) -> Tensor:
         """Returns embeddings, changed where a token's adapter changes the embedding table.
@@ -135,6 +177,8 @@ class Adapters:
             out: `[T, hidden]`, embeddings of the base model.
             rows: adapters of the tokens.
         """
+        if rows.in_graph:  # see `fit_graphs`
+            return out
         for slot in range(rows.first, rows.last):
             found, mask = self._found[slot], rows.mask[:, slot, None]
             if found.table is not None:

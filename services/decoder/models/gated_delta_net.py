@@ -86,7 +86,7 @@ class GatedDeltaNet(nn.Module):
             gates = self.gate_proj(normed)
             rows, stack = step.adapters, self.gate_proj.adapters
             if rows is not None and stack is not None and stack.applies(rows):
-                gates = stack.add(gates, normed, rows)
+                gates = step.kernels.add_adapters(gates, normed, stack.factors, rows)
             projected = step.kernels.project(normed, self.in_proj)
             projected = _whole(projected, residual.dtype, table)
         inputs = DeltaInputs(

@@ -1,9 +1,10 @@
 """The kernels of a decoder layer in a step some of whose tokens have an adapter.
 
 A layer that no adapter changes runs by the kernels of any step. Of a changed layer, the base GEMM
-is followed by the adapters' factors (`adapter_stack`), so operations that fuse the GEMM with what
-follows are composed instead. A mixture whose experts or router an adapter changes is computed anew
-in plain torch for the tokens with adapters; the others keep the result of the kernel.
+is followed by `add_adapters`, or by `add_adapters_swiglu` where SwiGLU follows, so operations that
+fuse the GEMM with what follows are composed instead. A mixture whose experts or router an adapter
+changes is computed anew in plain torch for the tokens with adapters; the others keep the result of
+the kernel.
 """
 
 from dataclasses import replace
@@ -34,12 +35,12 @@ def adapted(base: StepKernels, rows: AdapterRows) -> StepKernels:
         out = base.project(x, layer)
         if is_base(layer):
             return out
-        return layer.adapters.add(plain.reduce_split_k(out, x.dtype), x, rows)
+        return base.add_adapters(out, x, layer.adapters.factors, rows)
 
     def linear_swiglu(x: Tensor, layer: Linear) -> Tensor:
         if is_base(layer):
             return base.linear_swiglu(x, layer)
-        return plain.silu_and_mul(project(x, layer))
+        return base.add_adapters_swiglu(base.project(x, layer), x, layer.adapters.factors, rows)
 
     def norm_linear(
         addend: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
@@ -66,19 +67,21 @@ def adapted(base: StepKernels, rows: AdapterRows) -> StepKernels:
     def moe(
         x: Tensor, router: mixture.Router, experts: mixture.Experts, residual: Tensor
     ) -> Tensor | None:
-        if all(is_base(layer) for layer in (router, *experts.stacks.values())):
+        layers = (router, *experts.stacks.values())
+        # No graph computes adapters of experts, see `Adapters.fit_graphs`.
+        if rows.in_graph or all(is_base(layer) for layer in layers):
             return base.moe(x, router, experts, residual)
         term = torch.zeros_like(residual)  # a kernel may add to it
         out = base.moe(x, router, experts, term)
         out = term if out is None else out + term
-        own = torch.where(rows.slots < rows.last)[0]
+        own = torch.where(rows.slots >= 0)[0]
         out[own] = mixture.moe(x[own], router, experts, residual, rows.part(own))
         return out
 
     def shared_gate(out: Tensor, x: Tensor, gate: Linear, residual: Tensor) -> Tensor | None:
         if is_base(gate):
             return base.shared_gate(out, x, gate, residual)
-        logit = gate.adapters.add(gate(x), x, rows)
+        logit = base.add_adapters(gate(x), x, gate.adapters.factors, rows)
         return plain.reduce_split_k(out, x.dtype) * torch.sigmoid(logit)
 
     return replace(

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kernels.adapters.factors import AdapterRows, SlotFactors
 from kernels.attention.heads import ProjectedHeads
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, StoredLayers
@@ -202,6 +203,33 @@ class FusedDecodeAttentionKernel(Protocol):
         ...
 
 
+class AddAdaptersKernel(Protocol):
+    """Adds the changes of adapters to the output of a linear layer."""
+
+    def __call__(
+        self, out: Tensor, x: Tensor, factors: SlotFactors, rows: AdapterRows, /
+    ) -> Tensor:
+        """Returns the changed output `[T, N]`, or partials of it, perhaps in the memory of `out`.
+
+        Args:
+            out: output of the base layer, or partials of it.
+            x: `[T, K]`, input of the layer.
+            factors: factors of the layer.
+            rows: adapters of the tokens.
+        """
+        ...
+
+
+class AddAdaptersSwigluKernel(Protocol):
+    """Adds the changes of adapters to the output of gate and up, and applies SwiGLU."""
+
+    def __call__(
+        self, out: Tensor, x: Tensor, factors: SlotFactors, rows: AdapterRows, /
+    ) -> Tensor:
+        """Returns `silu(gate) * up`, `[T, N / 2]`. Arguments are those of `AddAdaptersKernel`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepKernels:
     """The kernels of a decoder layer that the dispatch table chose for one number of tokens."""
@@ -218,6 +246,8 @@ class StepKernels:
     qk_rope_cache: QkRopeCacheKernel
     output_gate: OutputGateKernel
     fused_decode_attention: FusedDecodeAttentionKernel
+    add_adapters: AddAdaptersKernel
+    add_adapters_swiglu: AddAdaptersSwigluKernel
 
     def add_norm(
         self, addend: Tensor | None, residual: Tensor, norm: RMSNorm

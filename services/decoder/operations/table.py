@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import plain, tuning
+from kernels.adapters import plain as adapters
 from kernels.attention import attention_tuning
 from kernels.device import DeviceFacts
 from kernels.gemm import cublaslt, fp8_weight
@@ -32,6 +33,7 @@ from services.common.nn.linear import Linear
 from services.common.nn.quantized import gemv_after_norm, of_layer
 from services.decoder.operations.kernel_facts import UNQUANTIZED, KernelFacts, attention_facts
 
+_ADAPTERS = "adapters.shrink_expand"
 _DELTA = "linear_attention.delta_rule"
 _GATES = "linear_attention.output_gates"
 _EXPERT_FORMATS = {UNQUANTIZED, "fp8_block", "fp8_channel"}
@@ -385,6 +387,10 @@ ROWS: Sequence[Row] = (
         _needs(_triton, _fused_decode), _fused_decode_sequences,
     ),
     Row("fused_decode_attention", "plain", _plain(plain.fused_decode_attention)),
+    *_twins("add_adapters", _ADAPTERS, adapters.add_adapters, _half_precision, pdl=True),
+    *_twins(
+        "add_adapters_swiglu", _ADAPTERS, adapters.add_adapters_swiglu, _half_precision, pdl=True
+    ),
     *_twins("output_gate", _GATES, plain.output_gate, pdl=True),
     *_twins("reduce_split_k", "gemm.skinny_gemm", plain.reduce_split_k, pdl=True),
     *_twins("delta_decode", f"{_DELTA}_decode", delta_rule.decode, _delta_sizes, pdl=True),

@@ -219,7 +219,30 @@ def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
         place = getattr(staged, field.name)
         assert place == getattr(captured, field.name), field.name
         absent = "cu_query_lens", "pieces", "saves", "adapters"  # of other models, and adapters
-        assert (place is None) == (field.name in absent)
+        is_absent = field.name in absent or field.name.startswith("draft_")
+        assert (place is None) == is_absent
+
+
+def test_the_slots_of_adapters_lie_where_they_lay_at_the_capture(harness: Harness) -> None:
+    """Padding has no adapter, and a step with adapters has graphs of its own."""
+    computer = harness.runner.computer
+    host = computer.staging.host
+    decodes = DecodeGraphs(computer.parts, NO_MEMORY)
+    captured = computer.stage_inputs(decodes.scratch(4).for_adapters(), decodes).places.adapters
+    assert captured is not None
+    assert host(captured).tolist() == [-1] * 4
+    step = computer.scratch([1, 1])
+    step.adapters = np.array([2, 0])
+    staged = computer.stage_inputs(pad_decodes(step, 4, decodes.scratch(4)), decodes)
+    assert staged.places.adapters == captured
+    assert host(captured).tolist() == [2, 0, -1, -1]
+    mixed = MixedGraphs(computer.parts, NO_MEMORY)
+    captured = computer.stage_inputs(mixed.scratch(64).for_adapters(), mixed).places.adapters
+    step = computer.scratch([1, 3])
+    step.adapters = np.array([1, 0, 0, 0])
+    staged = computer.stage_inputs(mixed.padded(step, 64), mixed)
+    assert staged.places.adapters == captured is not None
+    assert host(captured).tolist() == [1, 0, 0, 0] + [-1] * 60
 
 
 def test_drafts_are_decodes_of_a_graph_without_the_fused_kernel(harness: Harness) -> None:

@@ -14,7 +14,10 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[3]
 # Those of a process share three seconds of imports. FP8 is last: it replaces a conversion.
 # `make test` leaves out the weight formats.
-PROCESSES = [["kernels"], first(2, ["tower", "delta_rule", "fp8_cache", "packed", "fp8"])]
+PROCESSES = [
+    ["kernels", "adapters"],
+    first(2, ["tower", "delta_rule", "fp8_cache", "packed", "fp8"]),
+]
 
 
 @pytest.mark.slow

@@ -257,13 +257,16 @@ class StepParts:
         )
 
     def adapters(self, step: StepInputs) -> AdapterRows | None:
-        """Returns the adapters of an uploaded step's tokens. None if no token has one."""
+        """Returns the adapters of an uploaded step's tokens. None if no token has one.
+
+        A captured step, or one that only warms up, serves any adapters.
+        """
         if step.adapters is None or self.model.adapters is None:
             return None
         assert step.places.adapters is not None
-        present = step.adapters[step.adapters >= 0]
-        first, last = int(present.min()), int(present.max()) + 1
-        return self.model.adapters.rows(self.staging.device(step.places.adapters), first, last)
+        slots, present = self.staging.device(step.places.adapters), np.unique(step.adapters)
+        is_any = step.graphs is not None or present.max() < 0
+        return self.model.adapters.rows(slots, None if is_any else present[present >= 0].tolist())
 
 
 def _draft_runs(step: StepInputs, states: StateCache, kept: KeptInputs) -> DraftRuns:
@@ -315,10 +318,12 @@ class Kind(NamedTuple):
     Attributes:
         size: number of sequences of decode steps, number of tokens of other steps.
         fused: True if attention is part of a fused operation, see `AttentionMetadata`.
+        adapted: True if tokens may have adapters.
     """
 
     size: int
     fused: bool = False
+    adapted: bool = False
 
 
 class _GraphSet:
@@ -481,14 +486,14 @@ class DecodeGraphs(_GraphSet):
         """Captures a padded step; the largest step has to be captured first."""
         parts, size = self.parts, step.num_decodes
         parts.staging.upload()
-        kinds = [Kind(size)]
+        kinds = [Kind(size, adapted=step.is_adapted)]
         if self._is_fused(step):
-            kinds.append(Kind(size, fused=True))
+            kinds.append(Kind(size, fused=True, adapted=step.is_adapted))
         for kind in kinds:
             self._capture(kind, step, None)
 
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        kind = Kind(step.num_decodes, step.is_fused)
+        kind = Kind(step.num_decodes, step.is_fused, step.is_adapted)
         if step.plans_from_blocks:  # otherwise, the graph reads nothing of a plan
             metadata = self._captured[kind].metadata
             metadata.cu_query_lens, metadata.seq_lens = step.cu_query_lens, step.seq_lens
@@ -511,13 +516,14 @@ class _ChunkGraphs(_GraphSet):
         assert step.places.sampled_rows is not None and step.places.sampled_tokens is not None
         rows = parts.staging.device(step.places.sampled_rows)
         sampled = parts.staging.device(step.places.sampled_tokens)
-        self._capture(Kind(step.num_tokens), step, rows, sampled)
+        kind = Kind(step.num_tokens, adapted=step.is_adapted)
+        self._capture(kind, step, rows, sampled)
 
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         """Runs an uploaded step; its work list for attention is staged, so it needs no plan."""
         if step.images and self.parts.images is not None:
             self.parts.images.read(step.images)
-        return self._replay(Kind(step.num_tokens))
+        return self._replay(Kind(step.num_tokens, adapted=step.is_adapted))
 
     def _is_faster(self, step: StepInputs) -> bool:
         """Returns whether a graph can read the step's images and is faster for its chunks."""

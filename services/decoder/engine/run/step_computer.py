@@ -108,7 +108,9 @@ class StepComputer:
         graphs = None
         # No kernel folds the inputs of drafts into recurrent states, so no graph does.
         has_runs = self.state.kept is not None and (step.has_drafts or step.folds is not None)
-        if not (step.keeps_hidden or has_runs) and step.adapters is None:
+        adapters = self.model.adapters
+        fits = step.adapters is None or (adapters is not None and adapters.fit_graphs)
+        if fits and not (step.keeps_hidden or has_runs):
             graphs = next((each for each in self.graphs if each.pad(inputs)), None)
         return self.stage_inputs(inputs, graphs)
 
@@ -242,6 +244,9 @@ class StepComputer:
                 # The largest first, so that the smaller ones find their memory in the pool.
                 for size in sorted(sizes, reverse=True):
                     graphs.capture(self.stage_inputs(graphs.scratch(size), graphs))
+                    if self.model.adapters is not None:
+                        step = graphs.scratch(size).for_adapters()
+                        graphs.capture(self.stage_inputs(step, graphs))
                     done += 1
                     log_progress("graphs", done, total)
             except torch.OutOfMemoryError:
@@ -256,6 +261,8 @@ class StepComputer:
             # while this rank waits for its term until one of them ends.
             self._ranks.exchange(graphs.name, _CAPTURE_S)
         self._keep_graphs_of_all()
+        if self.graphs and self.model.adapters is not None:
+            self.model.adapters.note_capture()
 
     def _keep_graphs_of_all(self) -> None:
         """Drops graphs that another rank lacks, so that all ranks run steps in the same way."""
@@ -277,11 +284,15 @@ class StepComputer:
         Args:
             lengths: number of tokens of each sequence.
         """
-        step = self.stage_inputs(self.scratch(lengths))
-        self.staging.upload()
-        assert step.places.sampled_tokens is not None
-        hidden = self.forward(step, self.staging.device(step.places.sampled_tokens))
-        self.model.ops.greedy(self.model.logits(hidden))
+        steps = [self.scratch(lengths)]
+        if self.model.adapters is not None:
+            steps.append(self.scratch(lengths).for_adapters())
+        for each in steps:
+            step = self.stage_inputs(each)
+            self.staging.upload()
+            assert step.places.sampled_tokens is not None
+            hidden = self.forward(step, self.staging.device(step.places.sampled_tokens))
+            self.model.ops.greedy(self.model.logits(hidden))
 
     def scratch(self, lengths: list[int]) -> StepInputs:
         """Returns a step of meaningless sequences of these lengths."""

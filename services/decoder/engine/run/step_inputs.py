@@ -46,8 +46,8 @@ class Places:
         pieces: `[W, 2]` int32, pieces of chunks of linear attention. None if there are no chunks.
         saves: `[T]` int32, slot that takes the recurrent state after each token, or -1. None if
             there are no chunks.
-        adapters: `[T]` int64, slot of each token's adapter, -1 for none. None if no token has an
-            adapter.
+        adapters: `[num_tokens]` int64, slot of each token's adapter, -1 for none. None if no token
+            has an adapter.
         draft_tokens, draft_chunks, draft_groups, draft_saves: arrays for the layer for multi-token
             prediction, see `DraftArrays`, and places and slots `[2, C]` int64 of the
             saved states. None if there is no such layer, or if no state is saved.
@@ -117,6 +117,7 @@ class StepInputs:
         state_saves, has_drafts: see `ComputeStep`.
         folds: numbers of `ComputeStep.folds` by index of the chunk.
         adapters: `[T]`, slot of each token's adapter, -1 for none. None if no token has an adapter.
+            A step that is captured, or that warms kernels up, has no adapter in it and serves any.
         block_updates: changes of the flat block tables before the step runs.
         position_deltas: changes of the rows' position deltas before the step runs.
         places: places in the staging buffer, set by `stage`.
@@ -144,6 +145,16 @@ class StepInputs:
     graphs: StepGraphs | None = None
     is_fused: bool = False
     plans_from_blocks: bool = False
+
+    @property
+    def is_adapted(self) -> bool:
+        """Returns whether tokens may have adapters."""
+        return self.adapters is not None
+
+    def for_adapters(self) -> "StepInputs":
+        """Marks a step of meaningless sequences as one that serves any adapters; returns it."""
+        self.adapters = np.full(self.tokens.shape[1], -1)
+        return self
 
     @staticmethod
     def scratch(lengths: list[int], scratch_row: int, max_blocks: int) -> "StepInputs":
@@ -293,7 +304,9 @@ def stage(
             pieces = prefill_pieces(step.cu_query_lens, step.num_decodes, num_tokens)
             found.pieces, found.saves = staging.add(pieces), _stage_saves(step, staging)
     if step.adapters is not None:
-        found.adapters = staging.add(step.adapters)
+        slots = np.full(num_tokens, -1)
+        slots[: len(step.adapters)] = step.adapters
+        found.adapters = staging.add(slots)
     if drafts is not None:  # No graph of the step reads these.
         found.draft_groups = staging.add(drafts.groups)
         if step.state_saves is not None and len(step.state_saves):

@@ -1,0 +1,390 @@
+"""Adds the changes of adapters to a linear layer's output, in two launches for all slots.
+
+The first kernel, *shrink*, multiplies each token by the factor `a` of its own slot. The second,
+*expand*, multiplies the product by `b` and adds it to the output of the base layer. A CTA has a
+tile of tokens and finds out on the device which slots occur in it, so the launches depend neither
+on the number of adapters nor on which token has which. CTAs without such a token do nothing.
+
+Few tokens leave most SMs idle during shrink, so its columns are split among CTAs, each of which
+writes a partial product. Expand adds the partial products, and loads `b` before it waits for them.
+
+The reference implementations are in `kernels.adapters.plain`. Here, the change is added before the
+output is rounded.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.adapters.factors import LEAST_RANK, AdapterRows, SlotFactors
+from kernels.dependent_launch import wait_for_earlier
+from kernels.gemm.silu_mul import swiglu
+from kernels.gemm.skinny_gemm import load_reduced
+
+_FEW_TOKENS = 64  # tokens of a tile at most
+_SHRINK_COLUMNS = 128  # columns of a pipeline stage of shrink
+_SHRINK_CTAS = 264  # CTAs that split the columns of shrink: two for each SM of an H100
+_MAX_SPLITS = 8
+_CHUNK = 256  # columns of `b`, of all slots together, that expand multiplies at the same time
+_MANY_CHUNK = 64  # the same for many tokens, whose tiles mostly have one slot
+_MODULES = 4  # modules of a layer at most
+
+
+def add_adapters(
+    out: Tensor, x: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0
+) -> Tensor:
+    """Implements `plain.add_adapters`. Adds to the first of split-K partials, if there are any."""
+    products = shrink(x, factors, rows, pdl=pdl)
+    _expand(out, out, products, factors, rows, pdl, is_swiglu=False)
+    return out
+
+
+def add_adapters_swiglu(
+    out: Tensor, x: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0
+) -> Tensor:
+    """Implements `plain.add_adapters_swiglu`."""
+    products = shrink(x, factors, rows, pdl=pdl)
+    found = x.new_empty(len(x), out.shape[-1] // 2)
+    _expand(out, found, products, factors, rows, pdl, is_swiglu=True)
+    return found
+
+
+def shrink(x: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0) -> Tensor:
+    """Multiplies tokens by the factors `a` of their slots.
+
+    Returns:
+        Partial products `[S, T, modules, rank]` float32. Those of tokens without adapter are not
+        written.
+    """
+    x = x.contiguous()
+    num_tokens, num_columns = x.shape
+    _, modules, rank, _ = factors.a.shape
+    height = modules * rank
+    tokens = _tile_of_tokens(num_tokens)
+    tile = LEAST_RANK if num_tokens <= _FEW_TOKENS else min(64, triton.next_power_of_2(height))
+    tiles = triton.cdiv(height, tile)
+    blocks = triton.cdiv(num_tokens, tokens)
+    slots = min(rows.last - rows.first, num_tokens)
+    splits = num_splits(blocks * tiles * slots, num_columns)
+    span = triton.cdiv(triton.cdiv(num_columns, splits), _SHRINK_COLUMNS) * _SHRINK_COLUMNS
+    splits = triton.cdiv(num_columns, span)
+    out = torch.empty(splits, num_tokens, modules, rank, dtype=torch.float32, device=x.device)
+    _shrink_kernel[(rows.last - rows.first) * tiles, blocks, splits](
+        x,
+        factors.a,
+        rows.slots,
+        out,
+        num_tokens,
+        rows.first,
+        COLUMNS=num_columns,
+        HEIGHT=height,
+        TOKENS=tokens,
+        ROWS=tile,
+        TILE=_SHRINK_COLUMNS,
+        SPAN=span,
+        PDL=pdl,
+        num_warps=4,
+        num_stages=4,
+        launch_pdl=pdl > 0,
+    )
+    return out
+
+
+def num_splits(ctas: int, num_columns: int) -> int:
+    """Number of parts of the columns, for `ctas` CTAs that each have all columns."""
+    splits = 1
+    while splits < _MAX_SPLITS and ctas * splits * 2 <= _SHRINK_CTAS:
+        splits *= 2
+    return min(splits, -(-num_columns // _SHRINK_COLUMNS))
+
+
+def _tile_of_tokens(num_tokens: int) -> int:
+    return min(max(16, 1 << (num_tokens - 1).bit_length()), _FEW_TOKENS)
+
+
+def _expand(
+    base: Tensor,
+    out: Tensor,
+    products: Tensor,
+    factors: SlotFactors,
+    rows: AdapterRows,
+    pdl: int,
+    *,
+    is_swiglu: bool,
+) -> None:
+    splits, num_tokens, modules, rank = products.shape
+    assert modules <= _MODULES, f"{modules} modules"
+    tokens = _tile_of_tokens(num_tokens)
+    is_few = num_tokens <= _FEW_TOKENS
+    tile = 64 if is_few else 128
+    if is_swiglu:
+        tile //= 2  # of gate, and as many of up
+    sizes = (*factors.sizes, *[0] * (_MODULES - modules))
+    tiles = sum(triton.cdiv(size, tile) for size in sizes[: 1 if is_swiglu else _MODULES])
+    width = (rows.last - rows.first) * rank
+    most = _MANY_CHUNK if not is_few else _CHUNK if tokens < _FEW_TOKENS else _CHUNK // 2
+    chunk = min(most, triton.next_power_of_2(width))
+    _expand_kernel[tiles, triton.cdiv(num_tokens, tokens)](
+        base,
+        out,
+        products,
+        factors.b,
+        rows.slots,
+        factors.factor,
+        factors.bias,
+        num_tokens,
+        rows.first,
+        rows.last,
+        factors.b.stride(0),
+        SIZE0=sizes[0],
+        SIZE1=sizes[1],
+        SIZE2=sizes[2],
+        SIZE3=sizes[3],
+        BASE_SPLITS=0 if base.dim() == 2 else len(base),
+        SPLITS=splits,
+        MODULES=modules,
+        RANK=rank,
+        TOKENS=tokens,
+        ROWS=tile,
+        CHUNK=chunk,
+        ALONE=width <= chunk,
+        SWIGLU=is_swiglu,
+        DORA=factors.factor is not None,
+        BIAS=factors.bias is not None,
+        PDL=pdl,
+        num_warps=8 if tokens == _FEW_TOKENS else 4,
+        launch_pdl=pdl > 0,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first_slot"])
+def _shrink_kernel(
+    x_ptr,
+    a_ptr,
+    slots_ptr,
+    out_ptr,
+    num_tokens,
+    first_slot,
+    COLUMNS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes a tile of rows of a slot's `a`, `[HEIGHT, COLUMNS]`, for a tile of tokens."""
+    TILES: tl.constexpr = (HEIGHT + ROWS - 1) // ROWS
+    slot = first_slot + tl.program_id(0) // TILES
+    row = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    split = tl.program_id(2)
+    is_row = row < HEIGHT
+    own = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1) == slot
+    column = split * SPAN + tl.arange(0, TILE)
+    weights = a_ptr + (slot.to(tl.int64) * HEIGHT + row)[:, None] * COLUMNS + column[None, :]
+    inputs = x_ptr + token.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    # A CTA without tokens waits, too: the next kernel waits for this one alone.
+    wait_for_earlier(PDL)
+    if tl.max(own.to(tl.int32), 0) > 0:
+        acc = tl.zeros((TOKENS, ROWS), tl.float32)
+        for at in tl.range(0, SPAN, TILE):
+            inside = column + at < COLUMNS
+            weight = tl.load(weights + at, mask=is_row[:, None] & inside[None, :], other=0.0)
+            x = tl.load(inputs + at, mask=own[:, None] & inside[None, :], other=0.0)
+            acc = tl.dot(x, tl.trans(weight), acc)
+        place = (split * num_tokens + token).to(tl.int64)[:, None] * HEIGHT + row[None, :]
+        tl.store(out_ptr + place, acc, mask=own[:, None] & is_row[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first_slot", "last_slot"])
+def _expand_kernel(
+    base_ptr,
+    out_ptr,
+    products_ptr,
+    b_ptr,
+    slots_ptr,
+    factor_ptr,
+    bias_ptr,
+    num_tokens,
+    first_slot,
+    last_slot,
+    b_stride,
+    SIZE0: tl.constexpr,
+    SIZE1: tl.constexpr,
+    SIZE2: tl.constexpr,
+    SIZE3: tl.constexpr,
+    BASE_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALONE: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    DORA: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes a tile of rows of one module, or of gate and up, for a tile of tokens.
+
+    The columns of `b`, `[N, slots * rank]`, are those of all slots. A token's products stand at the
+    columns of its own slot, and elsewhere are zeros.
+    """
+    NUM_ROWS: tl.constexpr = SIZE0 + SIZE1 + SIZE2 + SIZE3
+    tile = tl.program_id(0)
+    row, is_row, module = tile * ROWS + tl.arange(0, ROWS), tl.full((ROWS,), True, tl.int1), 0
+    if SWIGLU:
+        is_row = row < SIZE0
+    else:
+        row, is_row, module = _rows_of_tile(tile, SIZE0, SIZE1, SIZE2, SIZE3, ROWS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < num_tokens
+    slot = tl.load(slots_ptr + token, mask=is_token, other=-1).to(tl.int32)
+    known = slot >= 0
+    has_any = tl.max(slot, 0) >= 0
+    first = first_slot * RANK
+    b = tl.zeros((ROWS, CHUNK), b_ptr.dtype.element_ty)
+    up_b = b
+    if ALONE:  # no earlier kernel of the step writes factors
+        column = first + tl.arange(0, CHUNK)
+        used = tl.max((slot[:, None] == (column // RANK)[None, :]).to(tl.int32), 0) > 0
+        b = _factors(b_ptr, row, is_row, column, used, b_stride)
+        if SWIGLU:
+            up_b = _factors(b_ptr, row + SIZE0, is_row, column, used, b_stride)
+    wait_for_earlier(PDL)
+    if SWIGLU or has_any:
+        acc = tl.zeros((TOKENS, ROWS), tl.float32)
+        up_acc = acc
+        stride = num_tokens.to(tl.int64) * (MODULES * RANK)
+        own = products_ptr + token.to(tl.int64) * (MODULES * RANK) + module * RANK
+        if ALONE:
+            if has_any:
+                x = _products(own, slot, first, stride, SPLITS, RANK, CHUNK, b.dtype)
+                acc = tl.dot(x, tl.trans(b), acc)
+                if SWIGLU:
+                    x = _products(own + RANK, slot, first, stride, SPLITS, RANK, CHUNK, b.dtype)
+                    up_acc = tl.dot(x, tl.trans(up_b), up_acc)
+        else:
+            for at in range(first, last_slot * RANK, CHUNK):
+                hits = (slot >= at // RANK) & (slot <= (at + CHUNK - 1) // RANK)
+                if tl.max(hits.to(tl.int32), 0) > 0:
+                    column = at + tl.arange(0, CHUNK)
+                    used = column < last_slot * RANK
+                    b = _factors(b_ptr, row, is_row, column, used, b_stride)
+                    x = _products(own, slot, at, stride, SPLITS, RANK, CHUNK, b.dtype)
+                    acc = tl.dot(x, tl.trans(b), acc)
+                    if SWIGLU:
+                        b = _factors(b_ptr, row + SIZE0, is_row, column, used, b_stride)
+                        x = _products(own + RANK, slot, at, stride, SPLITS, RANK, CHUNK, b.dtype)
+                        up_acc = tl.dot(x, tl.trans(b), up_acc)
+        inside = is_token[:, None] & is_row[None, :]
+        at_base = token.to(tl.int64)[:, None] * NUM_ROWS + row[None, :]
+        scale = known[:, None] & is_row[None, :]
+        at_factor = slot.to(tl.int64)[:, None] * NUM_ROWS + row[None, :]
+        whole = num_tokens.to(tl.int64) * NUM_ROWS
+        if SWIGLU:
+            dtype: tl.constexpr = out_ptr.dtype.element_ty
+            gate = load_reduced(base_ptr, at_base, inside, whole, BASE_SPLITS, dtype)
+            at_up = at_base + SIZE0
+            up = load_reduced(base_ptr, at_up, inside, whole, BASE_SPLITS, dtype)
+            gate, up = gate.to(tl.float32), up.to(tl.float32)
+            if DORA:
+                factor = tl.load(factor_ptr + at_factor, mask=scale, other=1.0)
+                gate = _scaled(gate, factor, bias_ptr, row, is_row, BIAS)
+                factor = tl.load(factor_ptr + at_factor + SIZE0, mask=scale, other=1.0)
+                up = _scaled(up, factor, bias_ptr, row + SIZE0, is_row, BIAS)
+            found = swiglu((gate + acc).to(dtype), (up + up_acc).to(dtype))
+            place = token.to(tl.int64)[:, None] * SIZE0 + row[None, :]
+            tl.store(out_ptr + place, found, mask=inside)
+        else:
+            inside &= known[:, None]
+            base = tl.load(base_ptr + at_base, mask=inside, other=0.0).to(tl.float32)
+            if DORA:
+                factor = tl.load(factor_ptr + at_factor, mask=scale, other=1.0).to(tl.float32)
+                base = _scaled(base, factor, bias_ptr, row, is_row, BIAS)
+                for split in tl.static_range(1, BASE_SPLITS):
+                    other = base_ptr + split * whole + at_base
+                    part = tl.load(other, mask=inside & scale, other=0.0)
+                    tl.store(other, part * factor, mask=inside & scale)
+            tl.store(out_ptr + at_base, (base + acc).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rows_of_tile(
+    tile,
+    SIZE0: tl.constexpr,
+    SIZE1: tl.constexpr,
+    SIZE2: tl.constexpr,
+    SIZE3: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Returns a tile's rows, which of them exist, and the tile's module. No tile has two."""
+    C0: tl.constexpr = (SIZE0 + ROWS - 1) // ROWS
+    C1: tl.constexpr = C0 + (SIZE1 + ROWS - 1) // ROWS
+    C2: tl.constexpr = C1 + (SIZE2 + ROWS - 1) // ROWS
+    second, third, fourth = tile >= C0, tile >= C1, tile >= C2
+    module = second.to(tl.int32) + third.to(tl.int32) + fourth.to(tl.int32)
+    before = tl.where(fourth, C2, tl.where(third, C1, tl.where(second, C0, 0)))
+    start = tl.where(third, SIZE0 + SIZE1, tl.where(second, SIZE0, 0))
+    start = tl.where(fourth, SIZE0 + SIZE1 + SIZE2, start)
+    size = tl.where(third, SIZE2, tl.where(second, SIZE1, SIZE0))
+    size = tl.where(fourth, SIZE3, size)
+    row = (tile - before) * ROWS + tl.arange(0, ROWS)
+    return row + start, row < size, module
+
+
+@triton.jit
+def _factors(b_ptr, row, is_row, column, used, b_stride):
+    """Loads a tile `[ROWS, CHUNK]` of `b`. Columns that are not used are zeros."""
+    place = row.to(tl.int64)[:, None] * b_stride + column[None, :]
+    return tl.load(b_ptr + place, mask=is_row[:, None] & used[None, :], other=0.0)
+
+
+@triton.jit
+def _products(
+    own,
+    slot,
+    at,
+    stride,
+    SPLITS: tl.constexpr,
+    RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Returns the tokens' products `[TOKENS, CHUNK]` at columns of `b` from `at` on.
+
+    Args:
+        own: pointers to each token's first product.
+        slot: slot of each token.
+        at: first column, a multiple of CHUNK or of the rank.
+        stride: elements between two splits.
+    """
+    WIDTH: tl.constexpr = min(RANK, CHUNK)
+    GROUP: tl.constexpr = CHUNK // WIDTH
+    places = own[:, None] + (at % RANK + tl.arange(0, WIDTH))[None, :]
+    chosen = (slot >= at // RANK) & (slot < at // RANK + GROUP)
+    total = tl.load(places, mask=chosen[:, None], other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(places + split * stride, mask=chosen[:, None], other=0.0)
+    total = total.to(dtype)
+    if GROUP > 1:
+        group = at // RANK + tl.arange(0, GROUP)
+        is_own = slot[:, None, None] == group[None, :, None]
+        spread = tl.where(is_own, total[:, None, :], 0.0)
+        total = tl.reshape(spread, (total.shape[0], CHUNK))
+    return total
+
+
+@triton.jit
+def _scaled(base, factor, bias_ptr, row, is_row, BIAS: tl.constexpr):
+    """Scales the base layer's output without its bias."""
+    factor = factor.to(tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)[None, :]
+        base = (base - bias) * factor + bias
+    else:
+        base = base * factor
+    return base
