@@ -2,11 +2,11 @@
 
     python -m benchmarks.clips --url http://127.0.0.1:8000 --seconds 10,60 --concurrency 1,8,32
 
-Each clip is another one, 720p at 30 frames a second (H.264, made by PyAV before the clock starts),
-so nothing is cached; then the same clips are asked about again. With `--frames` two frames a second
-are sent as JPEGs instead, which needs no PyAV here nor there. Answers have one token, so the whole
-time is that of the first token. Of another server's requests there are no stages; `--keep` has it
-asked about the same files.
+Each clip is another one, `--height` pixels high at 30 frames a second (H.264, made by PyAV before
+the clock starts), so nothing is cached; then the same clips are asked about again. With `--frames`
+two frames a second are sent as JPEGs instead, which needs no PyAV here nor there. Answers have one
+token, so the whole time is that of the first token. Of another server's requests there are no
+stages; `--keep` has it asked about the same files.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from PIL import Image
 from benchmarks.client import Target
 from benchmarks.worker import model_name
 
-_SIZE, _RATE = (720, 1280), 30
+_RATE = 30  # frames a second
 _TIMEOUT_S = 300.0
 _CIRCLE = 1024  # steps of a wave
 
@@ -60,20 +60,24 @@ class Row:
         )
 
 
-def picture(clip: int, at_s: float) -> np.ndarray:
-    """RGB of a clip at a time: bands that move, in colours of the clip's own."""
-    rgb = np.empty((*_SIZE, 3), np.uint8)
+def picture(clip: int, at_s: float, height: int) -> np.ndarray:
+    """RGB of a clip at a time, 16 to 9: bands that move, in colours of the clip's own."""
+    rgb = np.empty((height, _width(height), 3), np.uint8)
     for channel in range(3):
         phase = channel * (1.0 + clip % 97 / 50) + clip + 2 * at_s
         shift = int(phase / (2 * np.pi) * _CIRCLE)
-        rgb[:, :, channel] = _wave()[(_places() + shift) % _CIRCLE]
+        rgb[:, :, channel] = _wave()[(_places(height) + shift) % _CIRCLE]
     return rgb
 
 
+def _width(height: int) -> int:
+    return height * 16 // 9 // 2 * 2  # even, as H.264 needs it
+
+
 @cache
-def _places() -> np.ndarray:
+def _places(height: int) -> np.ndarray:
     """Of each pixel in the wave."""
-    rows, columns = np.ogrid[: _SIZE[0], : _SIZE[1]]
+    rows, columns = np.ogrid[:height, : _width(height)]
     return ((columns / 90 + rows / 140) / (2 * np.pi) * _CIRCLE).astype(np.int32)
 
 
@@ -83,45 +87,46 @@ def _wave() -> np.ndarray:
     return (127.5 + 127.5 * np.sin(angles)).astype(np.uint8)
 
 
-def frames_part(clip: int, seconds: int, keep: Path | None = None) -> dict[str, Any]:
+def frames_part(clip: int, seconds: int, height: int, keep: Path | None = None) -> dict[str, Any]:
     """A part with JPEGs, two a second; none is kept."""
     del keep
     files: list[str] = []
     for number in range(2 * seconds):
         file = io.BytesIO()
-        Image.fromarray(picture(clip, number / 2)).save(file, "JPEG", quality=85)
+        Image.fromarray(picture(clip, number / 2, height)).save(file, "JPEG", quality=85)
         files.append(base64.b64encode(file.getvalue()).decode())
     url = "data:video/jpeg;base64," + ",".join(files)
     return {"type": "video_url", "video_url": {"url": url, "fps": 2}}
 
 
-def file_part(clip: int, seconds: int, keep: Path | None = None) -> dict[str, Any]:
+def file_part(clip: int, seconds: int, height: int, keep: Path | None = None) -> dict[str, Any]:
     """A part with an MP4, of a file in `keep` if it is there."""
-    path = keep / f"{clip}-{seconds}.mp4" if keep else None
+    path = keep / f"{clip}-{seconds}-{height}.mp4" if keep else None
     if path is not None and path.exists():
         content = path.read_bytes()
     else:
-        content = mp4(clip, seconds)
+        content = mp4(clip, seconds, height)
         if path is not None:
             path.write_bytes(content)
     url = "data:video/mp4;base64," + base64.b64encode(content).decode()
     return {"type": "video_url", "video_url": {"url": url}}
 
 
-def mp4(clip: int, seconds: int) -> bytes:
+def mp4(clip: int, seconds: int, height: int) -> bytes:
     """A clip's file. Eight pictures a second, so that making it takes less than showing it."""
     import av
 
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=_RATE, options={"preset": "ultrafast"})
-        stream.height, stream.width = _SIZE
+        stream.height, stream.width = height, _width(height)
         stream.pix_fmt = "yuv420p"
         stream.thread_count = 1
         frame = None
         for number in range(_RATE * seconds):
             if number % 4 == 0:
-                frame = av.VideoFrame.from_ndarray(picture(clip, number / _RATE), format="rgb24")
+                rgb = picture(clip, number / _RATE, height)
+                frame = av.VideoFrame.from_ndarray(rgb, format="rgb24")
             assert frame is not None
             frame.pts = number
             container.mux(stream.encode(frame))
@@ -174,22 +179,24 @@ def main() -> None:
     parser.add_argument("--seconds", default="10,60", help="lengths of clips")
     parser.add_argument("--concurrency", default="1,8,32", help="clips at a time")
     parser.add_argument("--rounds", type=int, default=2, help="clips of each row, by concurrency")
+    parser.add_argument("--height", type=int, default=720, help="of a clip in pixels; even")
     parser.add_argument("--frames", action="store_true", help="send JPEGs instead of a file")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="of files, for another server")
     arguments = parser.parse_args()
     make: Callable[..., dict[str, Any]] = frames_part if arguments.frames else file_part
-    url, made = arguments.url, 1
+    url, height, made = arguments.url, arguments.height, 1
     if arguments.keep:
         arguments.keep.mkdir(parents=True, exist_ok=True)
     model = model_name(Target.from_url(url))
-    ask(url, model, make(0, 2))  # starts the processes that decode
+    ask(url, model, make(0, 2, height))  # starts the processes that decode
     for seconds in map(int, arguments.seconds.split(",")):
         for concurrency in map(int, arguments.concurrency.split(",")):
             count = max(3, arguments.rounds * concurrency)
             numbers = range(made, made + count)
             with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
                 keep = [arguments.keep] * count
-                parts = list(pool.map(make, numbers, [seconds] * count, keep))
+                heights = [height] * count
+                parts = list(pool.map(make, numbers, [seconds] * count, heights, keep))
             made += count
             label = f"{seconds} s, {concurrency} at a time"
             print(measure(url, model, label, parts, concurrency), flush=True)
