@@ -56,6 +56,21 @@ def test_answers_are_those_without_drafts(overlap: bool, share: float) -> None:
     assert sum(totals.accepted_at) == totals.num_accepted
 
 
+@pytest.mark.parametrize("has_draft_head", [True, False])
+def test_three_drafts_of_the_models_layer_are_tried_in_a_batch(has_draft_head: bool) -> None:
+    """All sequences are planned ahead at first, so that each expects to delay the others."""
+    harness = Harness(
+        max_drafts=3, right_drafts=1.0, max_num_sequences=20, has_draft_head=has_draft_head
+    )
+    for number in range(4):
+        harness.add(add_message(number, prompt_of(number, 9), max_tokens=40))
+    harness.run()
+    harness.assert_all_as_alone()
+    totals = harness.engine.stats().drafts
+    assert totals is not None
+    assert (totals.num_drafts > 90) == has_draft_head
+
+
 def test_a_sequence_with_right_drafts_gets_1_plus_k_tokens_a_step() -> None:
     harness = Harness(overlap=False, max_drafts=4, right_drafts=1.0)
     harness.add(message := add_message(1, prompt_of(1, 9), max_tokens=21, top_logprobs=1))

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from services.decoder.engine.messages import DraftTotals, EngineInfo
 from services.decoder.engine.schedule.block_manager import BlockManager
 from services.decoder.engine.schedule.chunk import Chunk
-from services.decoder.engine.schedule.drafts import Drafts
+from services.decoder.engine.schedule.drafts import FIRST_HEAD_RATE, FIRST_RATE, Drafts
 from services.decoder.engine.schedule.head_drafts import HeadSources
 from services.decoder.engine.schedule.lookup import DraftSources, Lookups
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
@@ -95,6 +95,7 @@ class Speculation:
         self.max_drafts = max_drafts
         self.sources: DraftSources = HeadSources() if info.has_draft_head else Lookups()
         self._num_head_drafts = min(max_drafts, info.num_head_drafts)
+        self._first_rate = FIRST_HEAD_RATE if info.has_draft_head else FIRST_RATE
         self.totals = DraftTotals(accepted_at=[0] * max_drafts) if max_drafts else None
         self._cost, self._step_ms, self._overlap = cost, step_ms, overlap
         # A chunk with k drafts has 1 + k samples, and a step at most as many as there are rows.
@@ -107,7 +108,7 @@ class Speculation:
     def start(self, sequence: Sequence) -> None:
         """Gives a new sequence a source of drafts."""
         if self.max_drafts:
-            sequence.drafts = Drafts(self.sources.of(sequence.message))
+            sequence.drafts = Drafts(self.sources.of(sequence.message), rate=self._first_rate)
 
     def tokens_arrived(
         self, sequence: Sequence, num_others: int, offered: Iterable[int] = ()
