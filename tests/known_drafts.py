@@ -16,6 +16,9 @@ class KnownDrafts:
         share: probability that a draft is right.
         seed: seed of the wrong ones.
         is_prediction: as if the client had sent the drafts.
+
+    Attributes:
+        offered: drafts that came with the tokens, by the number of tokens before them.
     """
 
     def __init__(
@@ -25,12 +28,14 @@ class KnownDrafts:
         self._random = random.Random(seed)
         self._num_tokens = 0
         self.is_prediction = is_prediction
+        self.offered: dict[int, list[int]] = {}
 
     def read(self, token_ids: "array[int]") -> None:
         self._num_tokens = len(token_ids)
 
     def offer(self, drafts: Iterable[int]) -> None:
-        pass
+        if found := [int(draft) for draft in drafts]:
+            self.offered[self._num_tokens] = found
 
     def propose(self, most: int) -> list[int]:
         indices = range(self._num_tokens, self._num_tokens + most)

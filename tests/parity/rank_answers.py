@@ -18,7 +18,7 @@ from services.decoder.engine.runner import Runner
 from services.decoder.models.rank_spec import rank_spec
 from services.decoder.ranks.steps import Follower, LeadingRunner
 from tests.engine_harness import small_pieces
-from tests.known_drafts import KnownSources, from_answer
+from tests.known_drafts import KnownDrafts, KnownSources, from_answer
 
 NUM_BLOCKS = 8  # fewer than three sequences have at their ends
 
@@ -26,13 +26,14 @@ NUM_BLOCKS = 8  # fewer than three sequences have at their ends
 def created(directory: Path, ranks: Ranks) -> ModelRunner:
     """Of tiny steps, so that prompts are computed in chunks, and of few blocks."""
     text = rank_spec(read_spec(directory).text, ranks)
+    has_head = text.num_mtp_layers > 0
     shape = KVCacheShape(
-        len(text.attention_layers), 16, text.num_kv_heads, text.head_dim, torch.float32
+        len(text.attention_layers) + has_head, 16, text.num_kv_heads, text.head_dim, torch.float32
     )
     options = RunnerOptions(
         model_directory=directory, device="cpu", max_num_sequences=3, max_batched_tokens=16,
         max_model_len=96, kv_cache_bytes=(NUM_BLOCKS + 1) * shape.block_bytes,
-        checkpoint_bytes=1 << 20, max_drafts=2,
+        checkpoint_bytes=1 << 20, max_drafts=2, draft_head=has_head,
     )  # fmt: skip
     return create_runner(options, None, ranks)
 
@@ -86,14 +87,18 @@ def answers(directory: Path, ranks: Ranks = ALONE, link: socket.socket | None = 
                     ).tolist()
         found["hits"].append(engine.stats().num_prefix_hit_tokens)
     found["preemptions"] = engine.stats().num_preemptions
-    found["drafts"] = _drafted(leading, found["tokens"]["0"]) if generates else []
+    found["drafts"], found["offered"] = [], {}
+    if generates:
+        found["drafts"], found["offered"] = _drafted(leading, found["tokens"]["0"])
     if link is not None:
         link.shutdown(socket.SHUT_WR)
     return found
 
 
-def _drafted(runner: Runner, answer: list[int]) -> list[int]:
-    """Numbers of drafts and of right drafts of a sequence that has the answer of sequence 0."""
+def _drafted(runner: Runner, answer: list[int]) -> tuple[list[int], dict[str, list[int]]]:
+    """Numbers of drafts and of right drafts of a sequence that has the answer of sequence 0, and
+    what the model's own layer has drafted, by the number of tokens before.
+    """
     engine = Engine(runner, overlap=True, max_drafts=2)
     prompt = np.arange(20, dtype=np.int32) * 7 % 300
     engine.speculation.sources = KnownSources(
@@ -101,14 +106,20 @@ def _drafted(runner: Runner, answer: list[int]) -> list[int]:
     )
     sampling = SamplingParams(max_tokens=16)
     engine.add(AddSequence(0, prompt.tobytes(), b"", 0, [], sampling))
+    source = engine.sequences[0].drafts
     tokens: list[int] = []
     while engine.has_work:
         done = engine.step()
         for event in done.events if done is not None else ():
             tokens += event.token_ids
     assert tokens == answer
+    offered: dict[int, list[int]] = {}
+    if source is not None:
+        assert isinstance(source.source, KnownDrafts)
+        offered = source.source.offered
     drafts = engine.stats().drafts
-    return [] if drafts is None else [drafts.num_drafts, drafts.num_accepted]
+    counts = [] if drafts is None else [drafts.num_drafts, drafts.num_accepted]
+    return counts, {str(number): found for number, found in offered.items()}
 
 
 def follow(directory: Path, ranks: Ranks, link: socket.socket) -> None:

@@ -25,6 +25,7 @@ from tests.cases import THOROUGH
 from tests.fp8_checkpoints import FP8_BLOCK, write
 from tests.late_interaction import DIMENSIONS, Late
 from tests.parity import rank_answers, rank_main
+from tests.parity.mtp_oracle import make_with_head
 from tests.parity.oracle import EOS_ID, EXPERTS, VOCAB_SIZE, Tiny, largest_difference, make_oracle
 from tests.parity.qwen3_5_oracle import EXPERTS as SHARED_EXPERTS
 from tests.parity.qwen3_5_oracle import Tiny as Hybrid
@@ -78,6 +79,9 @@ MAKERS: dict[str, Callable[[Path], object]] = {
         Tiny(4, 2, 16, (2, 3, 3), (), True, hidden=48, family="paddleocr_vl"), path
     ),
     "qwen3.5": lambda path: make_qwen3_5(Hybrid(4, 2, 32, (2, 1, 1), 2, 4, 16, 16, True), path),
+    "qwen3.5-head": lambda path: make_with_head(
+        Hybrid(4, 2, 32, (2, 1, 1), 2, 4, 16, 16, False, layers=4), path
+    ),
     "qwen3.5-one-kv-head": lambda path: make_qwen3_5(
         Hybrid(2, 1, 64, (3, 3, 2), 2, 2, 16, 24, False, partial=0.25), path
     ),
@@ -173,7 +177,7 @@ REFUSED: dict[str, tuple[dict, str]] = {
 
 
 # An engine answers with these.
-ENGINES = ["qwen3-vl", "qwen3.5"]
+ENGINES = ["qwen3-vl", "qwen3.5-head"]
 FOUR = ["qwen3-one-kv-head-tied"]  # more ranks than key heads
 # What is cut in the same way as one of the others is cut every night.
 _NIGHTLY = {
@@ -185,7 +189,7 @@ _NIGHTLY = {
 assert MAKERS.keys() >= _NIGHTLY
 NAMES = [name for name in MAKERS if THOROUGH or name not in _NIGHTLY]
 if THOROUGH:
-    ENGINES += ["packed-ct", "qwen3", "qwen3.5-moe", "qwen3-moe", "fp8-block"]
+    ENGINES += ["qwen3.5", "packed-ct", "qwen3", "qwen3.5-moe", "qwen3-moe", "fp8-block"]
     FOUR += ["qwen2-biases"]
 
 
@@ -272,7 +276,8 @@ def test_an_engine_of_two_ranks_answers_as_one(ranks: Path, name: str) -> None:
     assert found["prompt"] == pytest.approx(expected["prompt"], abs=TOLERANCE)
     assert len(found["prompt"]) == 20 + 9 * 4 - 1
     assert found["preemptions"] > 0 and found["hits"][1] > found["hits"][0]
-    assert found["drafts"] == expected["drafts"]
+    assert found["drafts"] == expected["drafts"] and found["offered"] == expected["offered"]
+    assert (len(found["offered"]) > 3) == ("head" in name)
     if "qwen3.5" not in name:  # without recurrent states
         num_drafts, num_accepted = found["drafts"]
         assert 0 < num_accepted < num_drafts

@@ -222,4 +222,6 @@ class Ranks:
         return [json.loads(self.store.get(key)) for key in keys]
 
 
+# Longest time in seconds between two ranks' captures of the last CUDA graph of a kind.
+CAPTURE_S = 60.0
 ALONE = Ranks()

@@ -130,6 +130,7 @@ class ComputeStep(msgspec.Struct, array_like=True):
             one token, one after the other (`schedule.chunk`).
         folds: `[F, 2]`, accepted drafts by which the rows' recurrent states are advanced in this
             step: index of the row's first chunk, number of drafts. None if there are none.
+        num_head_drafts: number of tokens that the model's draft head proposes after each sample.
     """
 
     rows: Int64Array
@@ -152,6 +153,7 @@ class ComputeStep(msgspec.Struct, array_like=True):
     checkpoint_saves: Int64Array | None = None
     has_drafts: bool = False
     folds: Int64Array | None = None
+    num_head_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -187,7 +189,6 @@ class SampleStep(msgspec.Struct):
             `PendingStep.sample` is called.
         followers: ids of the tokens that follow each token of the runs in `ComputeStep.scored`.
         draft_counts: the drafts that penalties count. None if no row with penalties has drafts.
-        num_head_drafts: number of tokens that the model's draft head proposes after each sample.
     """
 
     row_starts: list[RowSampling] = []
@@ -196,7 +197,6 @@ class SampleStep(msgspec.Struct):
     late: Int64Array = _empty(np.int64)
     followers: Int32Array = _empty(np.int32)
     draft_counts: DraftCounts | None = None
-    num_head_drafts: int = 0
 
 
 class Step(NamedTuple):

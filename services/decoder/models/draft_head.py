@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kernels.attention.heads import ProjectedHeads
 from services.common.model_spec import ModelSpec
-from services.common.nn.collectives import ALONE
+from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.linear import Linear
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.models.base import StepContext
@@ -37,15 +37,16 @@ class DraftAttention(Attention):
         """
         qkv, _ = Stream(x).projected(layer.input_layernorm, self.qkv_proj, step.kernels)
         assert self.q_norm is not None and self.k_norm is not None
+        cache = step.kv_cache[self.layer]
         heads = ProjectedHeads(
             qkv=qkv,
             norms=(self.q_norm.weight, self.k_norm.weight),
             eps=self.eps,
             rope=step.rope,
-            kv_cache=step.kv_cache[self.layer],
+            kv_cache=cache,
             rows=step.kv_rows,
             gated=self.gated,
-            kv_scales=None,
+            kv_scales=None if cache.dtype == step.rope[0].dtype else self.kv_scales,
         )
         gates = None
         if self.gated:
@@ -60,22 +61,23 @@ class DraftHead(nn.Module):
     Args:
         spec: the whole model.
         backend: implementation of paged attention.
+        ranks: ranks that share the model. Each has the whole of `fc`.
 
     Attributes:
         lm_head: copy of the model's output layer in 8 bits, which is read for each draft. None if
             the model's own output layer is used.
     """
 
-    def __init__(self, spec: ModelSpec, backend: AttentionBackend) -> None:
+    def __init__(self, spec: ModelSpec, backend: AttentionBackend, ranks: Ranks = ALONE) -> None:
         super().__init__()
         text = spec.text
         hidden = text.hidden_size
         self.fc = Linear(2 * hidden, hidden)
         self.pre_fc_norm_embedding = norm_of(text, hidden)
         self.pre_fc_norm_hidden = norm_of(text, hidden)
-        attention = DraftAttention(text, backend, len(text.attention_layers), ALONE)
+        attention = DraftAttention(text, backend, len(text.attention_layers), ranks)
         last = text.num_layers - 1
-        self.layers = nn.ModuleList([DecoderLayer(text, last, attention, ALONE)])
+        self.layers = nn.ModuleList([DecoderLayer(text, last, attention, ranks)])
         self.norm = norm_of(text, hidden)
         self.lm_head: Linear | None = None  # set by `draft_head_files.quantize_output`
 
@@ -84,6 +86,12 @@ class DraftHead(nn.Module):
         layer = self.layers[0]
         assert isinstance(layer, DecoderLayer)
         return layer
+
+    @property
+    def attention(self) -> DraftAttention:
+        mixer = self.layer.mixer
+        assert isinstance(mixer, DraftAttention)
+        return mixer
 
     def inputs(self, embedded: Tensor, hidden: Tensor, step: StepContext) -> Tensor:
         """Returns the residual stream before the layer, `[T, hidden]`.
@@ -100,18 +108,19 @@ class DraftHead(nn.Module):
 
     def store(self, x: Tensor, step: StepContext) -> None:
         """Writes the layer's keys and values of positions to the cache; see `inputs` for `x`."""
-        attention = self.layer.mixer
-        assert isinstance(attention, DraftAttention)
-        attention.store(x, self.layer, step)
+        self.attention.store(x, self.layer, step)
 
     def logits(self, hidden: Tensor, model: Transformer) -> Tensor:
-        """Returns the logits `[T, vocab_size]` of outputs of this layer.
+        """Returns logits `[T, vocab_size]` of outputs of this layer. Rank 0 alone may use them.
 
         Args:
             hidden: `[T, hidden]`, outputs of this layer.
             model: the language model, whose output layer is used if this one has none of its own.
         """
-        return model.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+        if self.lm_head is None:
+            return model.logits(hidden)
+        found = self.lm_head(hidden)
+        return model.ranks.gather(found) if model.ranks.count > 1 else found
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """Returns the outputs `[T, hidden]` after the layer's own norm; see `inputs` for `x`."""

@@ -10,6 +10,7 @@ from kernels.gemm.fp8_weight import Fp8Weight, quantize_activations
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, UnsupportedOption
 from services.common.nn.checkpoint import Checkpoint
+from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.formats import method_of
 from services.common.nn.fp8 import has_kernels
 from services.common.nn.layer_formats import set_methods
@@ -36,15 +37,11 @@ _SIZES = (
 )
 
 
-def with_draft_head(
-    spec: ModelSpec, *, num_ranks: int, fp8_cache: bool, elsewhere: Path | None = None
-) -> ModelSpec:
+def with_draft_head(spec: ModelSpec, *, elsewhere: Path | None = None) -> ModelSpec:
     """Returns the spec of a model whose `mtp.*` tensors are read: each of them, or it is an error.
 
     Args:
         spec: the model.
-        num_ranks: number of ranks that share the model.
-        fp8_cache: True if keys and values are cached in FP8.
         elsewhere: directory of another model, whose layer is read. None if it is the model's own.
 
     Raises:
@@ -64,12 +61,6 @@ def with_draft_head(
             f"--speculation mtp: config.json has mtp_num_hidden_layers {text.num_mtp_layers}, "
             f"and 1 is supported; give another model's layer with --speculation-head, or {_INSTEAD}"
         )
-    if num_ranks > 1:
-        raise UnsupportedOption(
-            f"--speculation mtp runs on one device, not {num_ranks}; {_INSTEAD}"
-        )
-    if fp8_cache:
-        raise UnsupportedOption(f"--speculation mtp needs a KV cache without FP8; {_INSTEAD}")
     names = spec.checkpoint
     ignored = tuple(p for p in names.ignored if not p.startswith(DRAFT_HEAD))
     return replace(spec, checkpoint=replace(names, ignored=ignored))
@@ -84,7 +75,11 @@ def read_elsewhere(checkpoint: Checkpoint, elsewhere: Path) -> None:
 
 
 def add_draft_head(
-    model: Transformer, spec: ModelSpec, backend: AttentionBackend, checkpoint: Checkpoint | None
+    model: Transformer,
+    spec: ModelSpec,
+    backend: AttentionBackend,
+    checkpoint: Checkpoint | None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Adds the layer to a language model on the device `meta`, before its weights are read.
 
@@ -93,6 +88,7 @@ def add_draft_head(
         spec: result of `with_draft_head`.
         backend: implementation of paged attention.
         checkpoint: the files. None if weights are random.
+        ranks: ranks that share the model.
 
     Raises:
         UnsupportedOption: the files have no such layer, as those of many fine-tuned models.
@@ -102,7 +98,7 @@ def add_draft_head(
             f"--speculation mtp: the files have no tensors {_PREFIX}*, which many fine-tuned "
             f"models lose; give the base model's layer with --speculation-head, or {_INSTEAD}"
         )
-    model.add_module(DRAFT_HEAD, DraftHead(spec, backend))
+    model.add_module(DRAFT_HEAD, DraftHead(spec, backend, ranks))
     prefixes = dict(model.weight_map.prefixes) | {_PREFIX: _PREFIX}
     model.weight_map = replace(model.weight_map, prefixes=prefixes)
 

@@ -19,6 +19,8 @@ from services.common.model_spec import ModelSpec, TextSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, listed
 from services.decoder.attention.base import AttentionMetadata
 from services.decoder.attention.sdpa import SdpaBackend
+from services.decoder.models.base import StepContext
+from services.decoder.models.draft_head import DraftHead
 from services.decoder.models.transformer import Attention, Transformer
 
 # Names of the scales behind the name of a layer, of compressed-tensors and of ModelOpt.
@@ -142,15 +144,20 @@ def finish_scales(
         max_tokens: the most tokens of a step.
     """
     layers = _attentions(model)
+    head = next((each for each in model.children() if isinstance(each, DraftHead)), None)
+    if head is not None:  # the files have no scales of this layer
+        layers.append(head.attention)
     if any(layer.kv_scales is None for layer in layers):
         recorder = _Recorder()
         backends = [layer.backend for layer in layers]
         for layer in layers:
             layer.backend = recorder
         ids = _random_tokens(text, max_tokens).to(device)
-        _forward(model, text, ids, dtype)
+        _forward(model, head, text, ids, dtype)
         for layer, backend, largest in zip(layers, backends, recorder.largest, strict=True):
             layer.backend = backend
+            if layer.kv_scales is not None:
+                continue
             layer.kv_scales = _power_of_two(largest.float().cpu() * (_HEADROOM / _LARGEST))
     for layer in layers:
         assert layer.kv_scales is not None
@@ -158,8 +165,8 @@ def finish_scales(
 
 
 def _attentions(model: Transformer) -> list[Attention]:
-    """Returns the full attention layers, in their order."""
-    return [layer for layer in model.modules() if isinstance(layer, Attention)]
+    """Returns the full attention layers, in their order, without a layer that only drafts."""
+    return [layer for layer in model.layers.modules() if isinstance(layer, Attention)]
 
 
 def _power_of_two(scales: Tensor) -> Tensor:
@@ -203,10 +210,14 @@ def _random_tokens(text: TextSpec, max_tokens: int) -> Tensor:
     return torch.randint(text.vocab_size, (count,), generator=generator)
 
 
-def _forward(model: Transformer, text: TextSpec, ids: Tensor, dtype: torch.dtype) -> None:
-    """Runs one prompt, whose keys and values only the backend gets."""
+def _forward(
+    model: Transformer, head: DraftHead | None, text: TextSpec, ids: Tensor, dtype: torch.dtype
+) -> None:
+    """Runs one prompt through the model and its draft head, if it has one. Only the backend gets
+    the keys and values.
+    """
     device, count = ids.device, len(ids)
-    shape = len(text.attention_layers), 1, 2, 1, text.num_kv_heads, text.head_dim
+    shape = len(text.attention_layers) + 1, 1, 2, 1, text.num_kv_heads, text.head_dim
     pool = torch.zeros(shape, dtype=dtype, device=device)
     starts, lengths = np.array([0, count], np.int32), np.array([count], np.int32)
     zero = torch.zeros(1, dtype=torch.int32, device=device)
@@ -235,4 +246,11 @@ def _forward(model: Transformer, text: TextSpec, ids: Tensor, dtype: torch.dtype
             work=torch.from_numpy(pieces).to(device),
         )
     positions = torch.arange(count, device=device).expand(3, -1)
-    model.forward(ids, positions, pool, metadata)
+    hidden = model.forward(ids, positions, pool, metadata)
+    if head is None:
+        return
+    rope, kv_rows = model.ops.rope_and_rows(positions, metadata.slot_mapping, model.rope, dtype, 1)
+    kernels = model.ops.for_tokens(count)
+    context = StepContext(model.ops, kernels, rope, pool, kv_rows, metadata)
+    embedded = F.embedding(ids.roll(-1), model.embed_tokens.weight)
+    head(head.inputs(embedded, hidden, context), context)

@@ -100,6 +100,8 @@ class Follower:
             self._staged = None
             computed = self._computer.run(step, inputs)
             self._computer.score(step, computed)
+            if step.num_head_drafts and (drafter := self._computer.parts.drafter) is not None:
+                drafter.draft(None)
         return True
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from kernels import launches
+from services.common.nn.collectives import CAPTURE_S, Ranks
 from services.common.process.progress import log_progress
-from services.decoder.engine.run.drafter import Drafter
+from services.decoder.engine.run.drafter import CapturedDrafts, Drafter
 from services.decoder.engine.run.graphs import GraphMemory
 from services.decoder.operations.ops import Ops
 
@@ -19,14 +20,19 @@ logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def capture_drafts(drafter: Drafter, ops: Ops, memory: GraphMemory, sizes: Sequence[int]) -> None:
+def capture_drafts(
+    drafter: Drafter, ops: Ops, memory: GraphMemory, sizes: Sequence[int], ranks: Ranks
+) -> None:
     """Captures a graph for each number of rows; if a capture fails, drafts run eagerly.
+
+    All ranks call the function together, and keep the graphs that all of them have.
 
     Args:
         drafter: drafts tokens; gets the graphs.
         ops: operations of the model.
         memory: memory pool and stream of all graphs.
         sizes: numbers of rows.
+        ranks: the ranks that share the model.
 
     Raises:
         torch.OutOfMemoryError: the graphs do not fit into the device's memory.
@@ -34,7 +40,7 @@ def capture_drafts(drafter: Drafter, ops: Ops, memory: GraphMemory, sizes: Seque
     if not drafter.plans_on_device:
         logger.warning("attention plans on the host, so that no graph drafts tokens")
         return
-    captured = dict(drafter.graphs)
+    captured: dict[int, CapturedDrafts] = {}
     try:
         # The largest first, so that the smaller ones find their memory in the pool.
         for done, size in enumerate(sorted(sizes, reverse=True)):
@@ -56,5 +62,8 @@ def capture_drafts(drafter: Drafter, ops: Ops, memory: GraphMemory, sizes: Seque
         raise
     except Exception:
         logger.warning("capture failed, drafts run eagerly", exc_info=True)
-        return
-    drafter.graphs, drafter.sizes = captured, sorted(captured)
+        captured = {}
+    # If the capture failed on another rank within a step, that rank waits here for no longer.
+    of_ranks = ranks.exchange(sorted(captured), CAPTURE_S)
+    drafter.sizes = sorted(set.intersection(*map(set, of_ranks)))
+    drafter.graphs = {size: captured[size] for size in drafter.sizes}

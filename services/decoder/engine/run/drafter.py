@@ -31,12 +31,15 @@ from services.decoder.engine.run.draft_inputs import (
     padded,
 )
 from services.decoder.engine.run.step_inputs import DraftArrays, StepInputs
-from services.decoder.engine.step import Int32Array
+from services.decoder.engine.step import ComputeStep, Int32Array
 from services.decoder.models.base import StepContext
 from services.decoder.models.draft_head import DraftHead
 from services.decoder.models.transformer import Transformer
 from services.decoder.models.visual import VisualInput
 from services.decoder.operations.ops import Ops
+
+# A graph, the calls of kernels within it, and the drafts `[G, num_drafts]` that it writes.
+CapturedDrafts = tuple[torch.cuda.CUDAGraph, CapturedCalls, Tensor]
 
 
 class Drafter:
@@ -53,7 +56,7 @@ class Drafter:
     Attributes:
         num_drafts: number of drafts behind each sampled token.
         sizes: numbers of rows for which graphs draft, ascending. Empty if there are no graphs.
-        graphs: the graphs, with the drafts `[G, num_drafts]` that they write, by number G of rows.
+        graphs: the graphs, by number G of rows.
     """
 
     def __init__(
@@ -70,8 +73,9 @@ class Drafter:
         self._block_size, self._max_drafts = info.block_size, info.max_drafts
         self.num_drafts = info.num_head_drafts
         self.sizes: list[int] = []
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, CapturedCalls, Tensor]] = {}
-        device, kind, num_rows = blocks.device, head.norm.weight.dtype, info.max_num_sequences
+        self.graphs: dict[int, CapturedDrafts] = {}
+        device, num_rows = blocks.device, info.max_num_sequences
+        kind = model.embed_tokens.weight.dtype  # norms may be in float32
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -92,15 +96,15 @@ class Drafter:
 
     # The host's part.
 
-    def start_row(self, row: int, checkpoint: int) -> None:
-        """Gives a row the hidden state at a checkpoint."""
-        first = row * (1 + self._max_drafts)
-        self._hidden[first] = self._saved[checkpoint]
-        self._positions[first] = self._saved_positions[checkpoint]
-
-    def note_blocks(self, row: int, num_blocks: int) -> None:
-        """Notes how many blocks a row has."""
-        self._capacities[row] = num_blocks * self._block_size
+    def begin(self, step: ComputeStep) -> None:
+        """Notes the blocks that rows get, and gives rows the hidden states at their checkpoints."""
+        for row, start, count in step.block_updates.tolist():
+            self._capacities[row] = (start + count) * self._block_size
+        for started in step.row_starts:
+            first, checkpoint = started.row * (1 + self._max_drafts), started.checkpoint
+            if checkpoint >= 0:
+                self._hidden[first] = self._saved[checkpoint]
+                self._positions[first] = self._saved_positions[checkpoint]
 
     def lay_out(self, step: StepInputs) -> DraftArrays:
         """Lays out the arrays that the layer needs of a step, with groups padded for a graph."""
@@ -157,11 +161,11 @@ class Drafter:
         self._saved.index_copy_(0, checkpoints, self._step_hidden[tokens])
         self._saved_positions.index_copy_(0, checkpoints, entered.positions[:, tokens].T)
 
-    def draft(self, token_ids: Tensor) -> Tensor:
+    def draft(self, token_ids: Tensor | None) -> Tensor:
         """Drafts tokens behind those that the step has sampled, without waiting for the device.
 
         Args:
-            token_ids: `[B]` int32, the sampled tokens.
+            token_ids: `[B]` int32, the sampled tokens. None on other ranks than rank 0.
 
         Returns:
             Drafts `[G, num_drafts]` int32 of the rows that sample, in the order of their samples,
@@ -171,7 +175,9 @@ class Drafter:
         groups = self._entered
         assert groups is not None
         size = groups.shape[1]
-        self._sampled[: len(token_ids)] = token_ids
+        if token_ids is not None:
+            self._sampled[: len(token_ids)] = token_ids
+        self._model.ranks.broadcast(self._sampled)
         self.groups(size).copy_(groups)
         if (captured := self.graphs.get(size)) is None:
             return self.draft_groups(size)
@@ -219,6 +225,7 @@ class Drafter:
             embedded = F.embedding(ids, self._model.embed_tokens.weight)
             hidden = self._head(self._head.inputs(embedded, hidden, context), context)
             ids = self._model.ops.greedy(self._head.logits(hidden, self._model)).clamp(min=0)
+            self._model.ranks.broadcast(ids)  # rank 0 alone has whole logits
             drafts.append(ids)
         return torch.stack(drafts).where(is_stored, -1).int().T
 

@@ -27,13 +27,7 @@ class DraftingRunner(ModelRunner):
         self._drafts = False
 
     def execute(self, step: Step) -> DevicePendingStep:
-        compute = step.compute
-        for row, start, count in compute.block_updates.tolist():
-            self.drafter.note_blocks(row, start + count)
-        for started in compute.row_starts:
-            if started.checkpoint >= 0:
-                self.drafter.start_row(started.row, started.checkpoint)
-        self._drafts = step.sample.num_head_drafts > 0
+        self._drafts = step.compute.num_head_drafts > 0
         return super().execute(step)
 
     def _draft(self, token_ids: Tensor) -> Tensor | None:

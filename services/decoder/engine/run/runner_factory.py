@@ -177,12 +177,7 @@ def create_runner(
     text = rank_spec(spec.text, ranks)
     fp8_cache = options.fp8_cache or _has_fp8_scales(spec)
     if options.draft_head:
-        spec = with_draft_head(
-            spec,
-            num_ranks=ranks.count,
-            fp8_cache=fp8_cache,
-            elsewhere=options.draft_head_directory,
-        )
+        spec = with_draft_head(spec, elsewhere=options.draft_head_directory)
     of_model = KernelFacts(DeviceFacts.of(device), text, dtype)
     facts = _attention_facts(of_model, options, limit, fp8_cache=fp8_cache)
     backend = create_backend(facts, device, parse_overrides(options.kernels))
@@ -260,7 +255,7 @@ def _load(
     with torch.device("meta"):
         model = kind(built, backend, PlainOps(), ranks=ranks)
         if options.draft_head:
-            add_draft_head(model, spec, backend, checkpoint)
+            add_draft_head(model, spec, backend, checkpoint, ranks)
     # Drafts are verified, so that the layer that makes them may be rounded where this saves time.
     is_rounded = options.draft_head and device.type == "cuda" and dtype.itemsize == 2
     if checkpoint is None:
@@ -554,7 +549,7 @@ def _warm_up(
             ]
         )
         if isinstance(runner, DraftingRunner):
-            capture_drafts(runner.drafter, model.ops, memory, decodes)
+            capture_drafts(runner.drafter, model.ops, memory, decodes, ranks)
         _agree(model.ops, ranks)
 
 

@@ -16,7 +16,7 @@ from kernels.tuning import MAX_CAPTURED_CHUNKS
 from services.common.adapter_config import AdapterConfig
 from services.common.nn.adapter import Adapter
 from services.common.nn.adapter_stack import AdapterRows
-from services.common.nn.collectives import ALONE, Ranks
+from services.common.nn.collectives import ALONE, CAPTURE_S, Ranks
 from services.common.process.progress import log_progress
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine.messages import EngineInfo
@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 # Staging bytes that do not depend on a step's size: alignment, attention's shortest work list.
 _CONSTANT_BYTES = 16 << 10
-# Longest time between two ranks' captures of the last graph of a kind.
-_CAPTURE_S = 60.0
 
 
 class Computed(NamedTuple):
@@ -136,6 +134,8 @@ class StepComputer:
 
     def run(self, step: ComputeStep, inputs: StepInputs) -> Computed:
         """Uploads the staging buffer, and launches the step that was staged last."""
+        if self.parts.drafter is not None:
+            self.parts.drafter.begin(step)
         self.upload(step, inputs)
         if step.num_from_device:
             self._ranks.broadcast(self.state.rows.last_tokens)  # rank 0 has sampled them
@@ -259,7 +259,7 @@ class StepComputer:
                 self.graphs.insert(0, graphs)
             # If the capture failed on another rank before a sum over ranks, that rank stops here,
             # while this rank waits for its term until one of them ends.
-            self._ranks.exchange(graphs.name, _CAPTURE_S)
+            self._ranks.exchange(graphs.name, CAPTURE_S)
         self._keep_graphs_of_all()
         if self.graphs and self.model.adapters is not None:
             self.model.adapters.note_capture()

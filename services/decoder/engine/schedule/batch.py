@@ -39,7 +39,7 @@ class Batch:
         load: the step's work, for predicting its time. None if no prompt waits.
         launched_at: time of the launch, by the engine's clock.
         num_drafts: number of drafts. A batch with drafts has no prompts.
-        num_head_drafts: see `SampleStep.num_head_drafts`.
+        num_head_drafts: see `ComputeStep.num_head_drafts`.
         may_have_adapters: False if no sequence has an adapter, so that `to_step` looks for none.
     """
 
@@ -87,7 +87,8 @@ class Batch:
             adapters = [chunk.sequence.message.adapter for chunk in chunks]
             if max(adapters) >= 0:
                 compute.adapters = np.array(adapters, np.int64)
-        sample = SampleStep(num_head_drafts=self.num_head_drafts)
+        compute.num_head_drafts = self.num_head_drafts
+        sample = SampleStep()
         if known := chunks[num_from_device:]:
             compute.token_ids, compute.positions = known_tokens(known)
             compute.state_saves = _state_saves(known, num_from_device)
