@@ -19,7 +19,11 @@ SKINNY_TOKENS = 64  # cuBLAS is faster for more tokens
 # Largest numbers of tokens of captured prompts and of captured mixed steps. The device takes longer
 # than the launches for larger prompts, and for larger mixed steps while an encoder shares it.
 MAX_CAPTURED_PROMPT, MAX_CAPTURED_TOKENS = 2048, 4096
-MAX_CAPTURED_CHUNKS, MAX_CAPTURED_DECODES = 16, 64  # limits of a captured mixed step
+# Limits of a captured mixed step. All of its decodes are padded to the largest number, which costs
+# attention nothing, but the head as many rows. Hence there are two numbers of decodes, the larger
+# one for steps of up to `MAX_CAPTURED_CROWD` tokens: eager launches keep up with larger steps.
+MAX_CAPTURED_CHUNKS, MAX_CAPTURED_DECODES = 16, 64
+MOST_CAPTURED_DECODES, MAX_CAPTURED_CROWD = 256, 2048
 
 _WARP = 32
 _GEMV_ELEMENTS = 64  # elements of the weight that a thread has at the same time

@@ -2,15 +2,19 @@
 tolerances see `test_decoder_gpu.py`.
 """
 
+from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from kernels.sampling.sampling import greedy
+from services.decoder.engine.run.graphs import CrowdedGraphs, MixedGraphs
 from tests.decoder_harness import Harness
-from tests.gpu.decoder_2b import needs_flashinfer, prompts, relative
+from tests.gpu.decoder_2b import needs_flashinfer, options, prompts, relative
 
 pytestmark = pytest.mark.gpu
 
@@ -132,6 +136,33 @@ def test_a_captured_part_of_a_prompt_is_as_good_as_an_eager_one(dummy: Harness) 
 def test_a_captured_mixture_agrees_with_the_eager_one(
     dummy: Harness, decodes: int, chunks: list[int]
 ) -> None:
+    agree_captured(dummy, MixedGraphs, decodes, chunks)
+
+
+@pytest.fixture(scope="module")
+def crowd(directory: Path) -> Iterator[Harness]:
+    """The 2B shape with graphs of mixed steps of up to 256 decodes."""
+    changed = options(load_format="dummy", max_num_sequences=256)
+    with closing(Harness(directory, **changed)) as harness:
+        yield harness
+    torch.cuda.empty_cache()
+
+
+@needs_flashinfer
+@pytest.mark.parametrize(
+    ("decodes", "chunks"),
+    [(50, [300]), (65, [300]), (130, [40, 9]), (200, [700, 60, 33]), (250, [1000])],
+    ids=["few", "crowd", "short", "many", "full"],
+)
+def test_a_captured_crowd_agrees_with_the_eager_one(
+    crowd: Harness, decodes: int, chunks: list[int]
+) -> None:
+    agree_captured(crowd, CrowdedGraphs if decodes > 64 else MixedGraphs, decodes, chunks)
+
+
+def agree_captured(
+    dummy: Harness, kind: type[MixedGraphs], decodes: int, chunks: list[int]
+) -> None:
     """The first chunk has an image and the second context before it; the last one samples nothing,
     where that leaves the step something to sample.
     """
@@ -155,8 +186,10 @@ def test_a_captured_mixture_agrees_with_the_eager_one(
     sampling = [index for index, chunk in enumerate(step) if chunk.samples]
     ends = np.cumsum([chunk.length for chunk in step]) - 1
     eager = dummy.logits(*step)[ends[sampling].tolist()]
-    of_mixed = dummy.runner.computer.graphs[2]
+    (of_mixed,) = [each for each in dummy.runner.computer.graphs if type(each) is kind]
+    replays = sum(each.calls.num_replays for each in of_mixed._captured.values())
     tokens = dummy.launch(*step).result().token_ids[:, 0].tolist()
+    assert sum(each.calls.num_replays for each in of_mixed._captured.values()) == replays + 1
     captured = of_mixed.logits[: len(sampling)]
     assert relative(captured, eager) < 5e-2  # GEMMs of another size, as above
     assert tokens == greedy(captured).tolist()

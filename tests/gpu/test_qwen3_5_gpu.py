@@ -24,6 +24,7 @@ from kernels import plain
 from kernels.linear_attention import delta_rule
 from kernels.sampling.sampling import greedy
 from services.common.model_spec import LinearAttentionSpec
+from services.decoder.engine.run.graphs import DecodeGraphs, MixedGraphs, PromptGraphs
 from tests.decoder_harness import Harness
 from tests.gpu.decoder_2b import GPU, options, prompts, relative
 from tests.unit.kernels.delta_rule_steps import (
@@ -254,8 +255,9 @@ def test_a_graph_agrees_with_the_eager_step(pair: Pair, decodes: int, chunks: li
     states.conv.copy_(before[0])
     states.recurrent.copy_(before[1])
     tokens = ours.launch(*step).result().token_ids[:, 0].tolist()
-    kind = 0 if not chunks else 1 if len(step) == 1 else 2
-    captured = ours.runner.computer.graphs[kind].logits[: len(step)]
+    kind = DecodeGraphs if not chunks else PromptGraphs if len(step) == 1 else MixedGraphs
+    (graphs,) = [each for each in ours.runner.computer.graphs if type(each) is kind]
+    captured = graphs.logits[: len(step)]
     assert relative(captured, eager) < 5e-2  # GEMMs of another size
     assert tokens == greedy(captured).tolist()
     for found, expected in zip(states_of(ours, rows), eager_states, strict=True):

@@ -23,6 +23,8 @@ from services.decoder.engine.run.graphs import (
     MixedGraphs,
     PromptGraphs,
     StepParts,
+    crowded_buckets,
+    mixed_buckets,
     pad_decodes,
     pad_mixed,
 )
@@ -294,3 +296,38 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(harness: Harness) -> N
     slow = Noting(parts_of(runner, SdpaBackend), NO_MEMORY)
     slow.capture(runner.computer.stage_inputs(slow.scratch(256), slow))
     assert padded([1, 200], slow) is None
+
+
+def test_steps_of_many_decodes_have_graphs_of_their_own(harness: Harness) -> None:
+    """So that steps of few decodes need not compute the head for as many rows."""
+    runner = harness.runner
+
+    class Few(MixedGraphs):
+        most = 4
+
+        def _capture(self, kind: Kind, *_: object) -> None:
+            self._add(kind, NO_MEMORY)
+
+    class Many(Few):
+        least, most = 5, 8
+
+    few, many = (kind(parts_of(runner), NO_MEMORY) for kind in (Few, Many))
+    for graphs in (few, many):
+        graphs.capture(runner.computer.stage_inputs(graphs.scratch(256), graphs))
+
+    def padded(lengths: list[int]) -> list[int]:
+        steps = [(graphs, runner.computer.scratch(lengths)) for graphs in (few, many)]
+        return [step.num_decodes for graphs, step in steps if graphs.pad(step)]
+
+    assert padded([1, 1, 200]) == padded([1] * 3 + [9]) == [4]
+    assert padded([1] * 4 + [9]) == padded([1] * 7 + [9]) == [8]
+    assert padded([1] * 8 + [9]) == []
+
+
+def test_graphs_of_many_decodes_have_more_tokens_than_decodes() -> None:
+    assert crowded_buckets(8192, 64) == []
+    assert crowded_buckets(8192, 96)[0] == 256
+    found = crowded_buckets(8192, 512)
+    assert (found[0], found[-1], len(found)) == (320, 2048, 23)
+    assert set(found) <= set(mixed_buckets(8192))
+    assert crowded_buckets(0, 512) == []

@@ -23,9 +23,11 @@ from kernels.linear_attention.states import StateCache, StateLayout
 from kernels.rows import DeviceRows, EnteredStep, OfChunk, OfToken, StepEntry
 from kernels.tuning import (
     MAX_CAPTURED_CHUNKS,
+    MAX_CAPTURED_CROWD,
     MAX_CAPTURED_DECODES,
     MAX_CAPTURED_PROMPT,
     MAX_CAPTURED_TOKENS,
+    MOST_CAPTURED_DECODES,
 )
 from services.common.nn.adapter_stack import AdapterRows
 from services.common.nn.dispatch import CapturedCalls
@@ -64,6 +66,17 @@ def mixed_buckets(max_num_tokens: int) -> list[int]:
     """Returns the numbers of tokens, decodes included, to capture mixed steps for."""
     sizes = [*range(256, 1408, 64), *range(1408, MAX_CAPTURED_TOKENS + 1, 128)]
     return [size for size in sizes if size <= max_num_tokens]
+
+
+def crowded_buckets(max_num_tokens: int, max_num_sequences: int) -> list[int]:
+    """Returns the numbers of tokens to capture mixed steps of more than 64 decodes for.
+
+    There are none if no step has so many. A graph has more tokens than decodes.
+    """
+    if max_num_sequences <= MAX_CAPTURED_DECODES:
+        return []
+    decodes = min(MOST_CAPTURED_DECODES, max_num_sequences)
+    return [n for n in mixed_buckets(max_num_tokens) if decodes < n <= MAX_CAPTURED_CROWD]
 
 
 def pad_decodes(step: StepInputs, num_chunks: int, scratch: StepInputs) -> StepInputs:
@@ -554,12 +567,18 @@ class MixedGraphs(_ChunkGraphs):
     Args:
         parts: the objects that run a step.
         memory: memory pool and stream of all graphs.
+
+    Attributes:
+        least, most: the least and the most decodes of a step, or samples if these are more. All
+            steps are padded to the most.
     """
+
+    least, most = 0, MAX_CAPTURED_DECODES
 
     def __init__(self, parts: StepParts, memory: GraphMemory) -> None:
         super().__init__(parts, memory)
         self._padding = self.scratch_step([1])
-        self._decodes = min(MAX_CAPTURED_DECODES, len(parts.state.rows.lengths) - 1)
+        self._decodes = min(self.most, len(parts.state.rows.lengths) - 1)
 
     def scratch(self, size: int) -> StepInputs:
         """Returns a step of `size` tokens to capture, which is more than the most decodes."""
@@ -569,7 +588,7 @@ class MixedGraphs(_ChunkGraphs):
     def pad(self, step: StepInputs) -> bool:
         if len(step.seq_lens) - step.num_decodes > MAX_CAPTURED_CHUNKS:
             return False
-        if max(step.num_decodes, len(step.samples)) > self._decodes:
+        if not self.least <= max(step.num_decodes, len(step.samples)) <= self._decodes:
             return False
         size = self._size(step.tokens.shape[1]) if self._is_faster(step) else None
         if size:
@@ -579,6 +598,12 @@ class MixedGraphs(_ChunkGraphs):
     def padded(self, step: StepInputs, num_tokens: int) -> StepInputs:
         """Pads a step in place to `num_tokens` tokens, and returns the step."""
         return pad_mixed(step, num_tokens, self._decodes, MAX_CAPTURED_CHUNKS, self._padding)
+
+
+class CrowdedGraphs(MixedGraphs):
+    """Graphs of mixed steps of more decodes than `MixedGraphs` take."""
+
+    least, most = MAX_CAPTURED_DECODES + 1, MOST_CAPTURED_DECODES
 
 
 Graphs = DecodeGraphs | PromptGraphs | MixedGraphs

@@ -44,11 +44,14 @@ from services.decoder.engine.run.draft_graphs import capture_drafts
 from services.decoder.engine.run.drafter import Drafter
 from services.decoder.engine.run.drafting_runner import DraftingRunner
 from services.decoder.engine.run.graphs import (
+    CrowdedGraphs,
     DecodeGraphs,
     DeviceState,
     GraphMemory,
+    Graphs,
     MixedGraphs,
     PromptGraphs,
+    crowded_buckets,
     decode_buckets,
     mixed_buckets,
     prompt_buckets,
@@ -539,15 +542,15 @@ def _warm_up(
     if with_graphs and backend.captures("decodes"):
         prompts = prompt_buckets(longest) if backend.captures("prompts") else []
         mixed = mixed_buckets(longest) if backend.captures("mixed") else []
+        crowded = crowded_buckets(longest if mixed else 0, info.max_num_sequences)
         decodes = decode_buckets(info.max_num_sequences)
         parts, memory = runner.computer.parts, GraphMemory()
-        runner.computer.capture_graphs(
-            [
-                (MixedGraphs(parts, memory), mixed),
-                (PromptGraphs(parts, memory), prompts),
-                (DecodeGraphs(parts, memory), decodes),
-            ]
-        )
+        wanted: list[tuple[Graphs, list[int]]] = [(MixedGraphs(parts, memory), mixed)]
+        if crowded:
+            wanted.append((CrowdedGraphs(parts, memory), crowded))
+        wanted.append((PromptGraphs(parts, memory), prompts))
+        wanted.append((DecodeGraphs(parts, memory), decodes))
+        runner.computer.capture_graphs(wanted)
         if isinstance(runner, DraftingRunner):
             capture_drafts(runner.drafter, model.ops, memory, decodes, ranks)
         _agree(model.ops, ranks)
