@@ -30,7 +30,6 @@ from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
-from services.decoder.settings import DecoderSettings
 
 # Measured on an H200 with large copies and GEMMs; see benchmarks/LOG.md.
 BANDWIDTH = 4.3e12  # bytes/s
@@ -179,9 +178,9 @@ def print_sizes(runner: ModelRunner, sizes: list[int], context: int) -> None:
     print(f"{'tokens':>10} {'ms':>8} {'us/token':>8}")
     for size, taken in zip(sizes, measure_sizes(runner, sizes, context), strict=True):
         print(f"{size:10} {taken * 1e3:8.2f} {taken / size * 1e6:8.2f}")
-    step_ms = DecoderSettings.model_fields["step_ms"].default
-    chosen = measured_cost(runner, 1.0, step_ms).efficient_tokens
-    print(f"within {step_ms} ms: {'no bound' if chosen == sys.maxsize else chosen}")
+    cost = measured_cost(runner, 1.0, None)
+    chosen = "no bound" if cost.efficient_tokens == sys.maxsize else cost.efficient_tokens
+    print(f"within {cost.default_step_ms:.1f} ms: {chosen}")
 
 
 def print_profile(title: str, work: Callable[[], object]) -> None:

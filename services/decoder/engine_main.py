@@ -169,16 +169,18 @@ def _serve(
         processes.ready(on_gpu=on_gpu)
         runner = LeadingRunner(model_runner, processes)
     log_progress("timing steps")
+    budget_s = _TIMING_S_GPU if on_gpu else _TIMING_S_CPU
+    cost = measured_cost(runner, budget_s, settings.step_ms)
+    step_ms = cost.default_step_ms if settings.step_ms is None else settings.step_ms
+    log.info("steps are timed", extra={"fields": {"step_ms": round(step_ms, 1)}})
     engine = Engine(
         runner,
         overlap=on_gpu,
         # With several ranks, the others would wait for the rest of a step that failed here.
         out_of_memory=(torch.OutOfMemoryError,) if processes is None else (),
-        step_ms=settings.step_ms,
+        step_ms=step_ms,
         max_drafts=settings.max_drafts(device),
-        step_cost=measured_cost(
-            runner, _TIMING_S_GPU if on_gpu else _TIMING_S_CPU, settings.step_ms
-        ),
+        step_cost=cost,
     )
     freeze_gc()
     channel.send(structs.replace(runner.info, max_drafts=engine.speculation.max_drafts))

@@ -29,8 +29,10 @@ class DecoderSettings(EngineServiceSettings):
         max_num_sequences: largest number of sequences that run at once. Defaults to 256 on a GPU
             and to 64 on a CPU. Three times as many may wait. A CPU accepts at least 1024 in all.
         step_ms: longest time that a step should take, in milliseconds. Prompts are cut into chunks
-            that fit. Longer steps give a little more throughput, and shorter steps give a smoother
-            stream of tokens. A step may take at least twice the time of reading the weights.
+            that fit. Longer steps give a little more throughput and sooner first tokens under load,
+            and shorter steps give sooner later tokens. A step may take at least twice the time of
+            reading the weights. Defaults to 40, or to 4.5 times the time of reading the weights if
+            that is more, but at most 80.
         speculation: source of drafts, which are guesses of a sequence's next tokens that are
             verified together in one step. `lookup` copies them from the request's own text, and
             from a `prediction` in the request. `mtp` makes them with the model's own layer for
@@ -66,7 +68,7 @@ class DecoderSettings(EngineServiceSettings):
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     kernels: str = ""
     max_num_sequences: Annotated[int, Field(ge=1, le=4096)] | None = None
-    step_ms: Annotated[float, Field(ge=1)] = 40.0
+    step_ms: Annotated[float, Field(ge=1)] | None = None
     speculation: Literal["auto", "off", "lookup", "mtp"] = "off"
     speculation_head: Path | None = None
     speculation_tokens: Annotated[int, Field(ge=1, le=32)] = 8

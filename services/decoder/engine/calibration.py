@@ -46,7 +46,7 @@ class _Timings(StepCost):
 
 
 def measured_cost(
-    runner: Runner, budget_s: float, step_ms: float, clock: Clock = time.monotonic
+    runner: Runner, budget_s: float, step_ms: float | None, clock: Clock = time.monotonic
 ) -> StepCost:
     """Returns the cost of the runner's steps, from steps that are run and timed.
 
@@ -58,7 +58,8 @@ def measured_cost(
         runner: the runner of a loaded model.
         budget_s: seconds that the steps may take. Steps that would take more than is left are not
             run, except for the first.
-        step_ms: milliseconds that a step with prompts may last when the model serves.
+        step_ms: milliseconds that a step with prompts may last when the model serves. Defaults to
+            `StepCost.default_step_ms`.
         clock: the clock that times steps.
     """
     info = runner.info
@@ -82,7 +83,8 @@ def measured_cost(
         round_s = clock() - began
     cost = StepCost(info.num_weight_tokens, info.expert_share)
     cost.fit(list(timings.steps.values()))
-    cost.efficient_tokens = _efficient_tokens(runner, cost, budget_s, step_ms, clock)
+    bound_ms = cost.default_step_ms if step_ms is None else step_ms
+    cost.efficient_tokens = _efficient_tokens(runner, cost, budget_s, bound_ms, clock)
     return cost
 
 

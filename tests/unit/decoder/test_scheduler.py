@@ -243,19 +243,29 @@ def test_all_finish_in_bounded_time(lengths, rows, budget, blocks):
 
 
 def test_prompts_are_cut_to_fit_the_steps_time():
-    """100 µs a token: 20 ms are 195 tokens, and four times as long 795. Totals are multiples of
-    what graphs are captured for.
+    """100 µs a token: 40 ms are 395 tokens, and four times as long 1,595. Steps of more than 256
+    tokens have a multiple of 64, for which graphs are captured.
     """
-    scheduler = scheduler_of(blocks=1000, budget=4096, length=4000, step_ms=20.0, cost=cost_of(0.1))
-    add(scheduler, 1, 1000)
-    assert step(scheduler) == [(1, 0, 768)]  # alone
-    add(scheduler, 2, 1000)
-    assert step(scheduler) == [(2, 0, 97), (1, 768, 97)]  # too long: half for those behind
+    scheduler = scheduler_of(blocks=2000, budget=4096, length=4000, step_ms=40.0, cost=cost_of(0.1))
+    add(scheduler, 1, 2000)
+    assert step(scheduler) == [(1, 0, 1536)]  # alone
+    add(scheduler, 2, 2000)
+    assert step(scheduler) == [(2, 0, 197), (1, 1536, 187)]  # too long: half for those behind
     while scheduler.prefills.prefilling:
         found = step(scheduler)
-        assert sum(length for _, _, length in found) <= 195
+        assert sum(length for _, _, length in found) <= 384
     add(scheduler, 3, 1000)
-    assert step(scheduler)[-1] == (3, 0, 190)
+    assert step(scheduler)[-1] == (3, 0, 382)
+
+
+def test_a_step_is_as_long_as_its_graph_even_if_little_is_left_for_the_last_chunk():
+    """A step of 265 tokens would be padded to 320, which takes a fifth longer."""
+    scheduler = scheduler_of(
+        blocks=2000, rows=4, budget=4096, length=4000, step_ms=27.0, cost=cost_of(0.1)
+    )
+    for number in range(3):
+        add(scheduler, number, 1000)
+    assert step(scheduler) == [(1, 0, 132), (0, 0, 124)]
 
 
 def test_a_lone_prompt_is_one_step():

@@ -105,6 +105,17 @@ def test_a_least_chunk_is_worth_reading_the_weights_for() -> None:
     assert fitted("cpu").min_chunk == 32
 
 
+@pytest.mark.parametrize(
+    ("read_ms", "expected"), [(0.1, 40.0), (4.1, 40.0), (13.6, 61.2), (16.0, 72.0), (40.0, 80.0)]
+)
+def test_models_whose_weights_take_long_to_read_get_longer_steps(read_ms: ms, expected: ms) -> None:
+    """8B: 4.1 ms on an H200; 27B: 13.6; 32B: 16."""
+    cost = StepCost(10**9)
+    assert cost.default_step_ms == 40.0  # nothing is known
+    cost.fit([(load_of(0, 0, (0, n)), read_ms + 0.0068 * read_ms * n) for n in (1, 256, 1024)])
+    assert cost.default_step_ms == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.parametrize("bound", [10.0, 40.0, 500.0])
 def test_experts_are_read_once_for_many_tokens(bound: ms) -> None:
     """A step of 64 tokens takes eight times as long as of one, of 1,000 twice as long as of 64: a

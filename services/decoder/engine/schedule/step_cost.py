@@ -44,8 +44,12 @@ _DRAFT_OUTLIER = 4.0
 _TOKEN, _PAIR = 1 / 256, 4
 # Bounds of `min_chunk`.
 _LEAST_MIN_CHUNK, _GREATEST_MIN_CHUNK = 32, 256
-# CUDA graphs of steps with prompts are captured for multiples of this number of tokens.
-_GRAPH_TOKENS = 64
+# CUDA graphs of steps with prompts and decodes are captured for multiples of this number of tokens,
+# from `_LEAST_GRAPH` on. A step is padded to the next one: 260 tokens take as long as 320.
+_GRAPH_TOKENS, _LEAST_GRAPH = 64, 256
+# Default of the longest time of a step, in ms. Models whose weights take long to read get more: so
+# many times the time of reading them, up to the longest gap that a reader of an answer should see.
+_STEP_MS, _READS, _GAP_MS = 40.0, 4.5, 80.0
 
 
 @dataclass(slots=True)
@@ -135,6 +139,14 @@ class StepCost:
         tokens = int(self._weights_ms / max(few, more)) // _LEAST_MIN_CHUNK * _LEAST_MIN_CHUNK
         return min(_GREATEST_MIN_CHUNK, max(_LEAST_MIN_CHUNK, tokens))
 
+    @property
+    def default_step_ms(self) -> float:
+        """Milliseconds that a step may last if no setting says so. While 16 of 40 ms read weights,
+        prompts of a 32B model cannot keep up with 64 clients, who would wait for seconds.
+        """
+        reads_ms = _READS * self._weights_ms if self._is_measured else 0.0
+        return max(_STEP_MS, min(reads_ms, _GAP_MS))
+
     def bound(self, step_ms: float) -> float:
         """Returns the milliseconds that a step may last: `step_ms`, or twice the time of reading
         the weights if that is more, so that at least half of the time is left for prompts.
@@ -151,8 +163,8 @@ class StepCost:
         """
         most = limit.tokens - load.tokens
         fitting = min(most, self._max_chunk(load, start, limit.ms))
-        if fitting < most and fitting >= 2 * _GRAPH_TOKENS:
-            fitting -= (load.tokens + fitting) % _GRAPH_TOKENS
+        if fitting < most and (total := load.tokens + fitting) > _LEAST_GRAPH:
+            fitting -= total % _GRAPH_TOKENS
         return max(fitting, limit.least - load.tokens, 0)
 
     def half_limit(self, load: StepLoad, limit: Limit) -> Limit:

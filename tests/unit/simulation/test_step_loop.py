@@ -1,0 +1,26 @@
+"""The engine with measured times in place of a device: what its bound does to a load."""
+
+import pytest
+
+from benchmarks.step_loop import DEVICES, Load, main, run
+
+CHAT = Load(streams=64, rate=0, count=256, prompt=1008, output=128, between=0.008)
+
+
+def test_the_default_bound_of_a_32b_lets_its_prompts_keep_up() -> None:
+    """Measured with steps of 40 ms: six seconds to a first token at 692 tokens a second."""
+    answers, _ = run(DEVICES["32b"], CHAT, slower=1.06)
+    later = answers[64:-64]
+    firsts = sorted(answer.first - answer.sent for answer in later)
+    assert firsts[len(firsts) // 2] <= 1.0
+    assert max(answer.gap for answer in later) <= 0.080
+    ends = sorted(answer.last for answer in later)
+    assert 127 * len(later) / (ends[-1] - ends[0]) >= 1.1 * 692
+
+
+def test_a_line_is_printed_for_each_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--count", "12", "--prompt", "300", "--output", "8"]
+    assert main(["--device", "2b", "--rate", "50", "--bounds", "5,default", *load]) == 0
+    assert main(["--device", "2b", "--streams", "3", *load]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == "ms; bound 5 default ms; bound default".split()
