@@ -16,6 +16,7 @@ import torch
 
 from services.decoder.attention.base import StepLengths
 from services.decoder.attention.sdpa import SdpaBackend
+from services.decoder.engine.run.graph_sizes import crowded_buckets, mixed_buckets
 from services.decoder.engine.run.graphs import (
     DecodeGraphs,
     Graphs,
@@ -23,8 +24,6 @@ from services.decoder.engine.run.graphs import (
     MixedGraphs,
     PromptGraphs,
     StepParts,
-    crowded_buckets,
-    mixed_buckets,
     pad_decodes,
     pad_mixed,
 )

@@ -23,4 +23,5 @@ def test_a_line_is_printed_for_each_bound(capsys: pytest.CaptureFixture[str]) ->
     assert main(["--device", "2b", "--rate", "50", "--bounds", "5,default", *load]) == 0
     assert main(["--device", "2b", "--streams", "3", *load]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == "ms; bound 5 default ms; bound default".split()
+    heads = ["ms;", "bound"]
+    assert [line.split()[0] for line in lines] == [*heads, "5", "default", *heads, "default"]

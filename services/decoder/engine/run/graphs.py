@@ -23,10 +23,7 @@ from kernels.linear_attention.states import StateCache, StateLayout
 from kernels.rows import DeviceRows, EnteredStep, OfChunk, OfToken, StepEntry
 from kernels.tuning import (
     MAX_CAPTURED_CHUNKS,
-    MAX_CAPTURED_CROWD,
     MAX_CAPTURED_DECODES,
-    MAX_CAPTURED_PROMPT,
-    MAX_CAPTURED_TOKENS,
     MOST_CAPTURED_DECODES,
 )
 from services.common.nn.adapter_stack import AdapterRows
@@ -38,45 +35,6 @@ from services.decoder.engine.run.images import ImageReader
 from services.decoder.engine.run.staging import Staging
 from services.decoder.engine.run.step_inputs import StepInputs
 from services.decoder.models.transformer import Transformer
-
-
-def decode_buckets(max_num_sequences: int) -> list[int]:
-    """Returns the batch sizes to capture decodes for.
-
-    Sizes are dense where a step is short, and above that add at most an eighth of padding.
-    """
-    sizes = [1, 2, 3, 4, 6, 8]
-    while sizes[-1] < max_num_sequences:
-        step = max(4, 1 << (sizes[-1].bit_length() - 4))
-        sizes.append(sizes[-1] + step)
-    return sorted({min(size, max_num_sequences) for size in sizes})
-
-
-def prompt_buckets(max_num_tokens: int) -> list[int]:
-    """Returns the lengths to capture lone prompts for.
-
-    The time of launches no longer matters for longer prompts. Above 1,408 tokens, GEMM tiles fill
-    the SMs no better in steps of 64 tokens than in steps of 128.
-    """
-    sizes = [*range(64, 1408, 64), *range(1408, MAX_CAPTURED_PROMPT + 1, 128)]
-    return [size for size in sizes if size <= max_num_tokens]
-
-
-def mixed_buckets(max_num_tokens: int) -> list[int]:
-    """Returns the numbers of tokens, decodes included, to capture mixed steps for."""
-    sizes = [*range(256, 1408, 64), *range(1408, MAX_CAPTURED_TOKENS + 1, 128)]
-    return [size for size in sizes if size <= max_num_tokens]
-
-
-def crowded_buckets(max_num_tokens: int, max_num_sequences: int) -> list[int]:
-    """Returns the numbers of tokens to capture mixed steps of more than 64 decodes for.
-
-    There are none if no step has so many. A graph has more tokens than decodes.
-    """
-    if max_num_sequences <= MAX_CAPTURED_DECODES:
-        return []
-    decodes = min(MOST_CAPTURED_DECODES, max_num_sequences)
-    return [n for n in mixed_buckets(max_num_tokens) if decodes < n <= MAX_CAPTURED_CROWD]
 
 
 def pad_decodes(step: StepInputs, num_chunks: int, scratch: StepInputs) -> StepInputs:

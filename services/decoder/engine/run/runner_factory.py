@@ -43,6 +43,12 @@ from services.decoder.engine.run import kv_cache
 from services.decoder.engine.run.draft_graphs import capture_drafts
 from services.decoder.engine.run.drafter import Drafter
 from services.decoder.engine.run.drafting_runner import DraftingRunner
+from services.decoder.engine.run.graph_sizes import (
+    crowded_buckets,
+    decode_buckets,
+    mixed_buckets,
+    prompt_buckets,
+)
 from services.decoder.engine.run.graphs import (
     CrowdedGraphs,
     DecodeGraphs,
@@ -51,10 +57,6 @@ from services.decoder.engine.run.graphs import (
     Graphs,
     MixedGraphs,
     PromptGraphs,
-    crowded_buckets,
-    decode_buckets,
-    mixed_buckets,
-    prompt_buckets,
 )
 from services.decoder.engine.run.host_cache import buffer_bytes
 from services.decoder.engine.run.images import ImageReader
