@@ -3,11 +3,12 @@
     python -m benchmarks.step_frontier --model DIR --out frontier.json \
         --bounds 10,20,30,40,60,100,1000 --device cuda --load-format dummy --gateways 4
 
-Each bound is a start of `triptych serve`, which unknown options go to. Open loops (img1, epd4) send
-requests at random times, as many a second as `@` says, whether or not others are answered; an
-answer is good if its first token comes within 2 s and later ones within 50 ms each, on average.
-Closed loops are rows of `benchmarks.serve`. Results of a bound replace those of an earlier run in
-the same file. `--plot PICTURE` draws the file instead.
+Each bound is a start of `triptych serve`, which unknown options go to; `default` is the decoder's.
+Open loops (img1, epd4) send requests at random times, as many a second as `@` says, whether or not
+others are answered; an answer is good if its first token comes within 2 s and later ones within 50
+ms each, on average. Closed loops are rows of `benchmarks.serve`, and text12k_c8, eight prompts of
+12,000 tokens at a time. Results of a bound replace those of an earlier run in the same file.
+`--plot PICTURE` draws the file instead.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +37,10 @@ OPEN = {  # the numbers of requests follow from rate and time
     "epd4": Row("epd4", 16, 0, 60, 150, 640, 4),
     "text": Row("text", 32, 0, 500, 128),
 }
-_CLOSED = {row.name: row for row in ROWS}
+_LONG = Row("text12k_c8", 8, 32, 11_992, 64)
+_CLOSED = {row.name: row for row in (*ROWS, _LONG)}
+# Up to this many streams, one process sends the requests of a closed loop and notes their gaps.
+_TIMED_STREAMS = 16
 _DEFAULT = "img1@24,epd4@10,text_c64,text_c256"
 
 
@@ -66,6 +70,26 @@ async def open_loop(target: Target, bodies: Sequence[bytes], rate: float) -> lis
     return await send_at(target, bodies, due.tolist(), time.monotonic(), _TIMEOUT_S)
 
 
+async def closed_loop(target: Target, bodies: Iterable[bytes], streams: int) -> list[Answer]:
+    """Sends bodies in order, so many at a time."""
+    left, answers = iter(bodies), list[Answer]()
+
+    async def stream() -> None:
+        for body in left:
+            answers.append(await _answer(target, body, _TIMEOUT_S))
+
+    await asyncio.gather(*(stream() for _ in range(streams)))
+    return answers
+
+
+async def _answer(target: Target, body: bytes, timeout_s: float) -> Answer:
+    connection = TimedConnection(target)
+    sample = await connection.post(body, timeout_s)
+    connection.close()
+    times = [when for when, _ in connection.arrivals]
+    return Answer(sample, max([b - a for a, b in pairwise(times)], default=0.0))
+
+
 async def send_at(
     target: Target, bodies: Sequence[bytes], due: Sequence[float], start: float, timeout_s: float
 ) -> list[Answer]:
@@ -73,11 +97,7 @@ async def send_at(
 
     async def send(body: bytes, at: float) -> Answer:
         await asyncio.sleep(start + at - time.monotonic())
-        connection = TimedConnection(target)
-        sample = await connection.post(body, timeout_s)
-        connection.close()
-        times = [when for when, _ in connection.arrivals]
-        return Answer(sample, max([b - a for a, b in pairwise(times)], default=0.0))
+        return await _answer(target, body, timeout_s)
 
     return await asyncio.gather(*(send(b, at) for b, at in zip(bodies, due, strict=True)))
 
@@ -92,15 +112,20 @@ def measure(workload: str, url: str, seconds: float, seed: int) -> dict[str, Any
         bodies = list(request_bodies(row, model, seed))
         asyncio.run(open_loop(target, bodies[: row.num_warmup], float(rate)))
         answers = asyncio.run(open_loop(target, bodies[row.num_warmup :], float(rate)))
+    elif (row := _CLOSED[name]).concurrency <= _TIMED_STREAMS:
+        bodies = list(request_bodies(row, model, seed))
+        asyncio.run(closed_loop(target, bodies[: row.num_warmup], row.concurrency))
+        answers = asyncio.run(closed_loop(target, bodies[row.num_warmup :], row.concurrency))
     else:
-        row = _CLOSED[name]
         samples, _ = run_row(row, target, request_bodies(row, model, seed), _TIMEOUT_S)
         answers = [Answer(sample) for sample in samples]
     return {"workload": workload} | figures(answers)
 
 
 def figures(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Rates, and percentiles in milliseconds. Gaps of closed loops are not measured: 0."""
+    """Rates, and percentiles in milliseconds. Gaps of closed loops of many streams are not
+    measured: 0.
+    """
     whole = [answer for answer in answers if not answer.sample.error]
     if not whole:
         raise SystemExit(f"no request was answered: {answers[0].sample.error}")
@@ -129,6 +154,7 @@ def write_plot(path: Path, found: Sequence[dict[str, Any]]) -> None:
     from matplotlib import pyplot as plt
 
     figure, (good, rate) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    found = [row for row in found if row["step_ms"]]
     for workload in dict.fromkeys(row["workload"] for row in found):
         rows = sorted((r for r in found if r["workload"] == workload), key=lambda r: r["step_ms"])
         bounds = [row["step_ms"] for row in rows]
@@ -163,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, required=True, help="JSON file, read first if it is there")
     add("--plot", type=Path, help="draw the file and measure nothing")
     add("--model", type=Path, help="checkpoint")
-    add("--bounds", default="10,20,30,40,60,100,1000", help="milliseconds")
+    add("--bounds", default="10,20,30,40,60,100,1000", help="milliseconds, or `default`")
     add("--workloads", default=_DEFAULT, help=f"{', '.join(OPEN)} with @RATE, or rows")
     add("--seconds", type=float, default=10.0, help="of each open loop")
     options, rest = parser.parse_known_args(arguments)
@@ -176,8 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workloads = options.workloads.split(",")
     if unknown := {w.partition("@")[0] for w in workloads} - (OPEN.keys() | _CLOSED.keys()):
         parser.error(f"unknown workload {', '.join(sorted(unknown))}")
-    for bound in map(float, options.bounds.split(",")):
-        with serving(options.model, rest, DECODER_STEP_MS=str(bound)) as (url, _):
+    for bound in (None if b == "default" else float(b) for b in options.bounds.split(",")):
+        settings = {} if bound is None else {"DECODER_STEP_MS": str(bound)}
+        with serving(options.model, rest, None, **settings) as (url, _):
             for seed, workload in enumerate(workloads):
                 row = {"step_ms": bound} | measure(workload, url, options.seconds, seed)
                 key = bound, workload
