@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels.device import DeviceFacts
+from kernels.launches import LAUNCH_HIDING_TOKENS
 
 FUSED_MAX_SEQUENCES = 2  # separate kernels are faster for more sequences
 _MMA_ROWS = 16  # query rows of a tensor-core instruction
@@ -33,6 +34,7 @@ class AttentionFacts:
         fp8_cache: True if keys and values are cached in e4m3.
         max_num_sequences: largest number of sequences of a step.
         max_num_blocks: largest number of blocks of a sequence.
+        launch_hiding_tokens: number of tokens from which an eager step hides its launches.
     """
 
     device: DeviceFacts
@@ -46,6 +48,7 @@ class AttentionFacts:
     fp8_cache: bool = False
     max_num_sequences: int = 1
     max_num_blocks: int = 1
+    launch_hiding_tokens: int = LAUNCH_HIDING_TOKENS
 
     @property
     def group_size(self) -> int:
@@ -230,8 +233,9 @@ PREFILL_CTAS_PER_SM = 2  # CTAs that fit an SM
 MIN_SPLIT_TILES = 4  # least number of K/V tiles of a split
 MAX_CACHED_SHARE = 0.25  # largest ratio of pairs with cached tokens to pairs within the chunk
 # Limits of the pairs with cached tokens for which a captured step is faster: it always is up to the
-# first number, and otherwise up to the second, less the third for each new token.
-MIN_CAPTURED_PAIRS, MAX_CAPTURED_PAIRS, PAIRS_PER_TOKEN = 1_000_000, 12_000_000, 6_000
+# first number, and otherwise up to the second, less the share of it that the step's tokens have of
+# those that hide its launches. Both are for query heads of so many elements together as the 2B has.
+MIN_CAPTURED_PAIRS, MAX_CAPTURED_PAIRS, MEASURED_WIDTH = 1_000_000, 12_000_000, 2_048
 
 
 # Requirements of the kernels. A check returns the obstacle for an error message, or "".

@@ -31,9 +31,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.attention.attention_tuning import (
     MAX_CACHED_SHARE,
     MAX_CAPTURED_PAIRS,
+    MEASURED_WIDTH,
     MIN_CAPTURED_PAIRS,
     MIN_SPLIT_TILES,
-    PAIRS_PER_TOKEN,
     PREFILL_CTAS_PER_SM,
     AttentionFacts,
 )
@@ -66,6 +66,10 @@ class PrefillAttention:
 
     def __init__(self, facts: AttentionFacts, device: torch.device) -> None:
         num_heads, head_dim = facts.num_heads, facts.head_dim
+        # With wider queries, a pair takes longer, and fewer pairs hide the launches.
+        scale = MEASURED_WIDTH / (num_heads * head_dim)
+        self._min_pairs, self._max_pairs = MIN_CAPTURED_PAIRS * scale, MAX_CAPTURED_PAIRS * scale
+        self._hiding_tokens = facts.launch_hiding_tokens
         # With this many work items there are enough CTAs without splitting.
         ctas_per_sm = PREFILL_CTAS_PER_SM if head_dim <= 128 else 1
         self._max_splits = facts.device.num_sms * ctas_per_sm // num_heads
@@ -81,12 +85,15 @@ class PrefillAttention:
         own = sum(chunk.length**2 for chunk in chunks) / 2
         return _cached_pairs(chunks) <= MAX_CACHED_SHARE * own
 
-    @staticmethod
-    def is_faster_captured(chunks: Sequence[PrefillChunk]) -> bool:
-        """Returns whether a captured step with this kernel is faster than one with eager FA3."""
+    def is_faster_captured(self, chunks: Sequence[PrefillChunk]) -> bool:
+        """Returns whether a captured step with this kernel is faster than one with eager FA3.
+
+        A step of many tokens or pairs hides the launches of an eager step, and FA3 takes half of
+        the time for a pair.
+        """
         tokens = sum(chunk.length for chunk in chunks)
-        most = MAX_CAPTURED_PAIRS - PAIRS_PER_TOKEN * tokens
-        return _cached_pairs(chunks) <= max(MIN_CAPTURED_PAIRS, most)
+        most = self._max_pairs * (1 - tokens / self._hiding_tokens)
+        return _cached_pairs(chunks) <= max(self._min_pairs, most)
 
     def count_work(self, num_tokens: int, num_chunks: int) -> int:
         """Largest number of work items of a step with these numbers of tokens and chunks."""

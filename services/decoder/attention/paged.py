@@ -22,7 +22,6 @@ from torch import Tensor
 from kernels.attention.attention_tuning import AttentionFacts
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
 from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
-from kernels.tuning import LAUNCH_HIDING_TOKENS
 from services.common.nn.dispatch import PLAIN, KernelTable
 from services.decoder.attention.base import AttentionMetadata, StepKind, StepLengths
 from services.decoder.attention.sdpa import SdpaBackend
@@ -233,6 +232,7 @@ class PagedBackend:
         self, facts: AttentionFacts, table: KernelTable[Any], kernels: Mapping[Key, Any]
     ) -> None:
         self.table: KernelTable[Any] = table
+        self._hiding_tokens = facts.launch_hiding_tokens
         self._plain = SdpaBackend(facts)
         self._entries = {
             (operation, entry.name): entry
@@ -270,7 +270,7 @@ class PagedBackend:
             return None
         chunks = _chunks(step)
         if not captured and _LIBRARY_PREFILL in self._kernels:
-            hides_launches = step.num_tokens >= LAUNCH_HIDING_TOKENS
+            hides_launches = step.num_tokens >= self._hiding_tokens
             if not (hides_launches and kernel.is_faster_than_fa3(chunks)):
                 return None
         return kernel.list_work(chunks, kernel.count_work(step.num_tokens, len(chunks)))
@@ -374,7 +374,7 @@ class PagedBackend:
         has_library = _LIBRARY_DECODE in self._kernels
         if _PAGED in self._kernels and (metadata.work is not None or not has_library):
             return PAGED
-        hides_launches = captured or len(metadata.slot_mapping) >= LAUNCH_HIDING_TOKENS
+        hides_launches = captured or len(metadata.slot_mapping) >= self._hiding_tokens
         if not hides_launches and has_library:
             return FLASHINFER
         if captured:

@@ -14,7 +14,6 @@ from kernels.attention.attention_tuning import (
     prefill_obstacle,
     size_class,
 )
-from kernels.tuning import LAUNCH_HIDING_TOKENS
 from services.common.nn.dispatch import PLAIN, Implementation, KernelTable, TokenRange
 
 DECODE, PREFILL = "decode_attention", "prefill_attention"
@@ -45,14 +44,15 @@ def _paged_sequences(facts: AttentionFacts) -> TokenRange:
     if flashinfer_obstacle(facts):
         return TokenRange()
     least = size_class(facts).paged_min_sequences
-    where = f"captured or >= {LAUNCH_HIDING_TOKENS} tokens; any beside {HOPPER}"
+    where = f"captured or >= {facts.launch_hiding_tokens} tokens; any beside {HOPPER}"
     return TokenRange(least, condition=f"sequences, {where}")
 
 
 def _hopper_tokens(facts: AttentionFacts) -> TokenRange:
     if flashinfer_obstacle(facts):
         return TokenRange()
-    return TokenRange(condition=f"captured, or >= {LAUNCH_HIDING_TOKENS} with few cached ones")
+    least = facts.launch_hiding_tokens
+    return TokenRange(condition=f"captured, or >= {least} with few cached ones")
 
 
 def _composed(_: AttentionFacts) -> None:

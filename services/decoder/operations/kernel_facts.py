@@ -10,6 +10,7 @@ import torch
 
 from kernels.attention.attention_tuning import AttentionFacts
 from kernels.device import DeviceFacts
+from kernels.launches import launch_hiding_tokens
 from services.common.model_spec import TextSpec
 
 # Weight format of unquantized layers, as in `LinearMethod.weight_format`.
@@ -68,6 +69,21 @@ class KernelFacts:
         """(N, K) of the merged gate and up projection."""
         return 2 * self.text.intermediate_size, self.text.hidden_size
 
+    @property
+    def launch_hiding_tokens(self) -> int:
+        """Number of tokens from which an eager step hides its launches, see `launches`.
+
+        Formats of fewer bits take about half of the time for a token and launch more kernels, so
+        that their steps need twice as many tokens.
+        """
+        text, moe = self.text, self.text.moe
+        width = text.intermediate_size
+        if moe is not None:
+            width = moe.top_k * moe.intermediate_size + moe.shared_intermediate_size
+        weights = text.hidden_size * (self.qkv_size + self.query_size + 3 * width)
+        is_quantized = self.weight_format != UNQUANTIZED
+        return launch_hiding_tokens(weights // 2 if is_quantized else weights)
+
 
 def attention_facts(
     facts: KernelFacts,
@@ -91,5 +107,6 @@ def attention_facts(
         head_dim=text.head_dim,
         block_size=block_size,
         rotary_dim=text.rope.rotary_dim,
+        launch_hiding_tokens=facts.launch_hiding_tokens,
         **others,
     )

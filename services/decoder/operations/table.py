@@ -154,15 +154,20 @@ def _fused_decode(facts: KernelFacts) -> str:
 # Numbers of tokens for which implementations are the fastest.
 
 
-def _tokens(least: int = 1, most: int | None = None, least_eager: int = 1) -> Any:  # noqa: ANN401
-    return lambda _: TokenRange(least, most, least_eager)
+def _tokens(least: int = 1, most: int | None = None) -> Any:  # noqa: ANN401
+    return lambda _: TokenRange(least, most)
+
+
+def _slow_launch(least: int) -> Any:  # noqa: ANN401
+    """Returns the `tokens` of an implementation whose launch takes the host long."""
+    return lambda facts: TokenRange(least, None, facts.launch_hiding_tokens)
 
 
 def _swiglu_gemm_tokens(facts: KernelFacts) -> TokenRange:
     rows, config = facts.gate_up_shape[0], SwigluGemmConfig(facts.device.num_sms)
     return TokenRange(
         least=tuning.SKINNY_TOKENS + 1,
-        least_eager=tuning.LAUNCH_HIDING_TOKENS,
+        least_eager=facts.launch_hiding_tokens,
         is_faster=lambda num_tokens: config.is_faster(num_tokens, rows),
         condition="where tiles fill the SMs",
     )
@@ -345,7 +350,7 @@ ROWS: Sequence[Row] = (
     Row(
         "linear_residual", "gemm", _gemm_residual,
         _needs(_triton, _half_precision, _unquantized, _one_rank),
-        _tokens(tuning.RESIDUAL_GEMM_TOKENS, None, tuning.LAUNCH_HIDING_TOKENS),
+        _slow_launch(tuning.RESIDUAL_GEMM_TOKENS),
     ),
     Row("linear_residual", "unfused", _unfused),
     Row(
@@ -359,7 +364,7 @@ ROWS: Sequence[Row] = (
     Row("project", "linear", _plain(lambda x, layer: layer(x))),
     Row(
         "linear", "cublaslt", _cublaslt_linear, _needs(_hopper, _half_precision),
-        _tokens(cublaslt.LEAST_TOKENS, None, tuning.LAUNCH_HIDING_TOKENS),
+        _slow_launch(cublaslt.LEAST_TOKENS),
     ),
     Row("linear", "plain", _plain(F.linear)),
     Row(

@@ -2,6 +2,8 @@
 tests/gpu/test_attention_kernels.py: Triton's interpreter does not run Gluon.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -74,5 +76,19 @@ def test_each_token_attends_once_to_all_up_to_itself(chunks: list[tuple[int, int
 )  # fmt: skip
 def test_many_cached_tokens_are_for_fa3(new: int, cached: int, captured: bool, eager: bool) -> None:
     chunks = [PrefillChunk(0, new, cached, 0)]
-    assert PrefillAttention.is_faster_captured(chunks) == captured
+    facts = replace(FACTS, num_heads=16, num_kv_heads=8, head_dim=128)  # of the 2B
+    assert PrefillAttention(facts, torch.device("cpu")).is_faster_captured(chunks) == captured
     assert PrefillAttention.is_faster_than_fa3(chunks) == eager
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "captured"),
+    [(960, 500, True), (960, 600, False), (256, 4000, True), (256, 13_000, False)],
+)
+def test_a_larger_model_hides_its_launches_with_fewer_tokens(
+    new: int, cached: int, captured: bool
+) -> None:
+    """8B: 534 tokens of it take as long as 2,048 of the 2B, and a pair twice as long."""
+    facts = replace(FACTS, num_heads=32, num_kv_heads=8, head_dim=128, launch_hiding_tokens=534)
+    attend = PrefillAttention(facts, torch.device("cpu"))
+    assert attend.is_faster_captured([PrefillChunk(0, new, cached, 0)]) == captured

@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import mmap
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -184,6 +184,8 @@ def create_runner(
     if options.draft_head:
         spec = with_draft_head(spec, elsewhere=options.draft_head_directory)
     of_model = KernelFacts(DeviceFacts.of(device), text, dtype)
+    if spec.checkpoint.quantization is not None:  # layers have formats of their own
+        of_model = replace(of_model, weight_format="quantized")
     facts = _attention_facts(of_model, options, limit, fp8_cache=fp8_cache)
     backend = create_backend(facts, device, parse_overrides(options.kernels))
     model = _load(spec, backend, options, device, dtype, ranks)
