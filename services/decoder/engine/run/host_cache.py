@@ -143,8 +143,8 @@ class _DeviceBuffer:
 
     def __init__(self, pool: Tensor, slots: Tensor, count: int) -> None:
         pin(slots)
-        # CUDA keeps the pages of freed memory that is registered, and would copy to them what is meant
-        # for new memory at their address.
+        # CUDA keeps the pages of freed memory that is registered, and would copy to them what is
+        # meant for new memory at their address.
         weakref.finalize(self, unpin, slots, pool.device).atexit = False
         self._pool, self._slots, self._count = pool, slots, count
         self._buffer = pool.new_empty((count, *slots.shape[1:]))
