@@ -1,6 +1,7 @@
 """The tensors that the kernels of adapters read: factors by slot, and the slot of each token."""
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,20 @@ LEAST_RANK = 16
 def padded_rank(rank: int) -> int:
     """Returns the power of two to which factors of a rank are padded with zeros."""
     return max(LEAST_RANK, 1 << (rank - 1).bit_length())
+
+
+class Norm(Protocol):
+    """An RMSNorm.
+
+    Attributes:
+        weight: `[K]`, weight of the norm.
+        eps: constant of the norm.
+    """
+
+    eps: float
+
+    @property
+    def weight(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,24 +5,51 @@ the products of the token's own slot. The shapes depend neither on which token h
 on the number of sequences.
 """
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.adapters.factors import AdapterRows, SlotFactors
-from kernels.plain import reduce_split_k, silu_and_mul
+from kernels.adapters.factors import AdapterRows, Norm, SlotFactors
+from kernels.plain import reduce_split_k, rms_norm, silu_and_mul
 
 
-def add_adapters(out: Tensor, x: Tensor, factors: SlotFactors, rows: AdapterRows) -> Tensor:
-    """Returns a layer's output with the adapters' changes.
+def shrink_adapters(
+    x: Tensor, norm: Norm | None, factors: SlotFactors, rows: AdapterRows
+) -> Tensor:
+    """Multiplies tokens by the factors `a` of their slots.
+
+    Args:
+        x: `[T, K]`, input of the layer, before the norm if there is one.
+        norm: norm of the input. None if `x` is normalized.
+        factors: factors of the layer.
+        rows: adapters of the tokens.
+
+    Returns:
+        `[S, T, modules, rank]`, partial products, whose sum over S is the product. Those of tokens
+        without adapter are undefined.
+    """
+    if norm is not None:
+        x = rms_norm(x, norm.weight, norm.eps)
+    own = slice(rows.first, rows.last)
+    a = factors.a[own]
+    products = F.linear(x, a.flatten(0, 2)).view(len(x), *a.shape[:3])
+    # Products of other slots are not multiplied by 0: they may be infinite.
+    return products.masked_fill(~rows.mask[:, own, None, None], 0).sum(1)[None]
+
+
+def expand_adapters(
+    out: Tensor, products: Tensor, factors: SlotFactors, rows: AdapterRows
+) -> Tensor:
+    """Returns a layer's output with the adapters' changes, perhaps in the memory of `out`.
 
     Args:
         out: `[T, N]`, output of the base layer, or split-K partials of it, `[S, T, N]` float32.
-        x: `[T, K]`, input of the layer.
+        products: result of `shrink_adapters`.
         factors: factors of the layer.
         rows: adapters of the tokens.
     """
-    out = reduce_split_k(out, x.dtype)
-    mask, own = rows.mask, slice(rows.first, rows.last)
+    dtype = factors.b.dtype
+    out, mask, own = reduce_split_k(out, dtype), rows.mask, slice(rows.first, rows.last)
     if factors.factor is not None:
         scale = factors.factor[rows.slots.clamp(min=0)]
         scale = scale.masked_fill((rows.slots < 0)[:, None], 1)
@@ -30,10 +57,8 @@ def add_adapters(out: Tensor, x: Tensor, factors: SlotFactors, rows: AdapterRows
             out = (out - factors.bias) * scale + factors.bias
         else:
             out = out * scale
-    a = factors.a[own]
-    hidden = F.linear(x, a.flatten(0, 2)).view(len(x), *a.shape[:3])
-    # Products of other slots are not multiplied by 0: they may be infinite.
-    hidden = hidden.masked_fill(~mask[:, own, None, None], 0)
+    hidden = products.sum(0).to(dtype)[:, None]
+    hidden = torch.where(mask[:, own, None, None], hidden, torch.zeros_like(hidden))
     start = 0
     for index, size in enumerate(factors.sizes):
         b = factors.b[start : start + size, own]
@@ -42,6 +67,8 @@ def add_adapters(out: Tensor, x: Tensor, factors: SlotFactors, rows: AdapterRows
     return out
 
 
-def add_adapters_swiglu(out: Tensor, x: Tensor, factors: SlotFactors, rows: AdapterRows) -> Tensor:
+def expand_adapters_swiglu(
+    out: Tensor, products: Tensor, factors: SlotFactors, rows: AdapterRows
+) -> Tensor:
     """Adds the changes to the output of gate and up, and applies SwiGLU: `[T, N / 2]`."""
-    return silu_and_mul(add_adapters(out, x, factors, rows))
+    return silu_and_mul(expand_adapters(out, products, factors, rows))

@@ -1,7 +1,8 @@
 """Adds the changes of adapters to a linear layer's output, in two launches for all slots.
 
-The first kernel, *shrink*, multiplies each token by the factor `a` of its own slot. The second,
-*expand*, multiplies the product by `b` and adds it to the output of the base layer. A CTA has a
+The first kernel, *shrink*, multiplies each token by the factor `a` of its own slot. It runs before
+the base layer's GEMM, which loads weights meanwhile if there is one token. The second, *expand*,
+multiplies the product by `b` and adds it to the output of the GEMM. A CTA has a
 tile of tokens and finds out on the device which slots occur in it, so the launches depend neither
 on the number of adapters nor on which token has which. CTAs without such a token do nothing.
 
@@ -17,8 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.adapters.factors import LEAST_RANK, AdapterRows, SlotFactors
+from kernels.adapters.factors import LEAST_RANK, AdapterRows, Norm, SlotFactors
 from kernels.dependent_launch import wait_for_earlier
+from kernels.gemm.add_norm import rms_norm
+from kernels.gemm.gemv import normed
 from kernels.gemm.silu_mul import swiglu
 from kernels.gemm.skinny_gemm import load_reduced
 
@@ -31,32 +34,32 @@ _MANY_CHUNK = 64  # the same for many tokens, whose tiles mostly have one slot
 _MODULES = 4  # modules of a layer at most
 
 
-def add_adapters(
-    out: Tensor, x: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0
+def expand_adapters(
+    out: Tensor, products: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0
 ) -> Tensor:
-    """Implements `plain.add_adapters`. Adds to the first of split-K partials, if there are any."""
-    products = shrink(x, factors, rows, pdl=pdl)
+    """Implements `plain.expand_adapters` in place. Adds to the first of split-K partials."""
     _expand(out, out, products, factors, rows, pdl, is_swiglu=False)
     return out
 
 
-def add_adapters_swiglu(
-    out: Tensor, x: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0
+def expand_adapters_swiglu(
+    out: Tensor, products: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0
 ) -> Tensor:
-    """Implements `plain.add_adapters_swiglu`."""
-    products = shrink(x, factors, rows, pdl=pdl)
-    found = x.new_empty(len(x), out.shape[-1] // 2)
+    """Implements `plain.expand_adapters_swiglu`."""
+    found = factors.b.new_empty(out.shape[-2], out.shape[-1] // 2)
     _expand(out, found, products, factors, rows, pdl, is_swiglu=True)
     return found
 
 
-def shrink(x: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0) -> Tensor:
-    """Multiplies tokens by the factors `a` of their slots.
+def shrink_adapters(
+    x: Tensor, norm: Norm | None, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0
+) -> Tensor:
+    """Implements `plain.shrink_adapters`, with partial products in float32.
 
-    Returns:
-        Partial products `[S, T, modules, rank]` float32. Those of tokens without adapter are not
-        written.
+    The kernel normalizes one token alone, where a norm of its own would be one launch more.
     """
+    if norm is not None and len(x) > 1:
+        x, norm = rms_norm(x, norm.weight, norm.eps, pdl=pdl), None
     x = x.contiguous()
     num_tokens, num_columns = x.shape
     _, modules, rank, _ = factors.a.shape
@@ -75,6 +78,8 @@ def shrink(x: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0) 
         factors.a,
         rows.slots,
         out,
+        None if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
         num_tokens,
         rows.first,
         COLUMNS=num_columns,
@@ -83,6 +88,8 @@ def shrink(x: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0) 
         ROWS=tile,
         TILE=_SHRINK_COLUMNS,
         SPAN=span,
+        WIDTH=triton.next_power_of_2(num_columns),
+        NORM=norm is not None,
         PDL=pdl,
         num_warps=4,
         num_stages=4,
@@ -164,6 +171,8 @@ def _shrink_kernel(
     a_ptr,
     slots_ptr,
     out_ptr,
+    norm_ptr,
+    eps,
     num_tokens,
     first_slot,
     COLUMNS: tl.constexpr,
@@ -172,6 +181,8 @@ def _shrink_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SPAN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes a tile of rows of a slot's `a`, `[HEIGHT, COLUMNS]`, for a tile of tokens."""
@@ -188,11 +199,20 @@ def _shrink_kernel(
     # A CTA without tokens waits, too: the next kernel waits for this one alone.
     wait_for_earlier(PDL)
     if tl.max(own.to(tl.int32), 0) > 0:
+        scale = 1.0
+        if NORM:
+            each = tl.arange(0, WIDTH)
+            values = tl.load(x_ptr + each, mask=each < COLUMNS, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(values * values) / COLUMNS + eps)
         acc = tl.zeros((TOKENS, ROWS), tl.float32)
         for at in tl.range(0, SPAN, TILE):
             inside = column + at < COLUMNS
             weight = tl.load(weights + at, mask=is_row[:, None] & inside[None, :], other=0.0)
             x = tl.load(inputs + at, mask=own[:, None] & inside[None, :], other=0.0)
+            if NORM:
+                norm = tl.load(norm_ptr + column + at, mask=inside, other=0.0)
+                x = normed(x.to(tl.float32), norm[None, :], scale, weight.dtype)
+                x = x.to(weight.dtype)
             acc = tl.dot(x, tl.trans(weight), acc)
         place = (split * num_tokens + token).to(tl.int64)[:, None] * HEIGHT + row[None, :]
         tl.store(out_ptr + place, acc, mask=own[:, None] & is_row[None, :])

@@ -1,7 +1,7 @@
 """The factors of several adapters for one linear layer, applied to the tokens of a step at once.
 
 The factors of all slots are stacked and padded with zeros to the same rank (`SlotFactors`). The
-operations `add_adapters` and `add_adapters_swiglu` of the dispatch table apply them.
+operations `shrink_adapters` and `expand_adapters` of the dispatch table apply them.
 """
 
 from collections.abc import Callable, Mapping
@@ -130,7 +130,8 @@ class AdapterStack:
             x: `[T, in_features]`, input of the layer.
             rows: adapters of the tokens.
         """
-        return plain.add_adapters(out, x, self.factors, rows)
+        products = plain.shrink_adapters(x, None, self.factors, rows)
+        return plain.expand_adapters(out, products, self.factors, rows)
 
     def _dora(self, part: str, factors: LowRank) -> Tensor:
         """Returns the factors `[rows]` float32 of DoRA: magnitudes by norms of the changed rows."""

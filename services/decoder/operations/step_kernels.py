@@ -203,30 +203,40 @@ class FusedDecodeAttentionKernel(Protocol):
         ...
 
 
-class AddAdaptersKernel(Protocol):
-    """Adds the changes of adapters to the output of a linear layer."""
+class ShrinkAdaptersKernel(Protocol):
+    """Multiplies the input of a linear layer by the first factors of adapters."""
 
     def __call__(
-        self, out: Tensor, x: Tensor, factors: SlotFactors, rows: AdapterRows, /
+        self, x: Tensor, norm: RMSNorm | None, factors: SlotFactors, rows: AdapterRows, /
     ) -> Tensor:
-        """Returns the changed output `[T, N]`, or partials of it, perhaps in the memory of `out`.
+        """Returns products for `ExpandAdaptersKernel`.
 
         Args:
-            out: output of the base layer, or partials of it.
-            x: `[T, K]`, input of the layer.
+            x: `[T, K]`, input of the layer, before the norm if there is one.
+            norm: norm of the input. None if `x` is normalized.
             factors: factors of the layer.
             rows: adapters of the tokens.
         """
         ...
 
 
-class AddAdaptersSwigluKernel(Protocol):
-    """Adds the changes of adapters to the output of gate and up, and applies SwiGLU."""
+class ExpandAdaptersKernel(Protocol):
+    """Multiplies products by the second factors of adapters, and adds to a layer's output."""
 
     def __call__(
-        self, out: Tensor, x: Tensor, factors: SlotFactors, rows: AdapterRows, /
+        self, out: Tensor, products: Tensor, factors: SlotFactors, rows: AdapterRows, /
     ) -> Tensor:
-        """Returns `silu(gate) * up`, `[T, N / 2]`. Arguments are those of `AddAdaptersKernel`."""
+        """Returns the changed output, perhaps in the memory of `out`.
+
+        The output is `[T, N]` or partials of it, or `silu(gate) * up`, `[T, N / 2]`, of the
+        operation with SwiGLU.
+
+        Args:
+            out: `[T, N]`, output of the base layer, or partials of it.
+            products: result of `ShrinkAdaptersKernel`.
+            factors: factors of the layer.
+            rows: adapters of the tokens.
+        """
         ...
 
 
@@ -246,8 +256,9 @@ class StepKernels:
     qk_rope_cache: QkRopeCacheKernel
     output_gate: OutputGateKernel
     fused_decode_attention: FusedDecodeAttentionKernel
-    add_adapters: AddAdaptersKernel
-    add_adapters_swiglu: AddAdaptersSwigluKernel
+    shrink_adapters: ShrinkAdaptersKernel
+    expand_adapters: ExpandAdaptersKernel
+    expand_adapters_swiglu: ExpandAdaptersKernel
 
     def add_norm(
         self, addend: Tensor | None, residual: Tensor, norm: RMSNorm
@@ -256,3 +267,18 @@ class StepKernels:
         if addend is None:
             return self.rms_norm(residual, norm.weight, norm.eps), residual
         return self.add_rms_norm(addend, residual, norm.weight, norm.eps)
+
+    def add_adapters(
+        self, out: Tensor, x: Tensor, factors: SlotFactors, rows: AdapterRows
+    ) -> Tensor:
+        """Returns a layer's output with the changes of adapters, see `ExpandAdaptersKernel`.
+
+        Args:
+            out: `[T, N]`, output of the base layer.
+            x: `[T, K]`, input of the layer.
+            factors: factors of the layer.
+            rows: adapters of the tokens.
+        """
+        return self.expand_adapters(
+            out, self.shrink_adapters(x, None, factors, rows), factors, rows
+        )

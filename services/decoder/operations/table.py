@@ -392,9 +392,11 @@ ROWS: Sequence[Row] = (
         _needs(_triton, _fused_decode), _fused_decode_sequences,
     ),
     Row("fused_decode_attention", "plain", _plain(plain.fused_decode_attention)),
-    *_twins("add_adapters", _ADAPTERS, adapters.add_adapters, _half_precision, pdl=True),
+    *_twins("shrink_adapters", _ADAPTERS, adapters.shrink_adapters, _half_precision, pdl=True),
+    *_twins("expand_adapters", _ADAPTERS, adapters.expand_adapters, _half_precision, pdl=True),
     *_twins(
-        "add_adapters_swiglu", _ADAPTERS, adapters.add_adapters_swiglu, _half_precision, pdl=True
+        "expand_adapters_swiglu", _ADAPTERS, adapters.expand_adapters_swiglu, _half_precision,
+        pdl=True,
     ),
     *_twins("output_gate", _GATES, plain.output_gate, pdl=True),
     *_twins("reduce_split_k", "gemm.skinny_gemm", plain.reduce_split_k, pdl=True),

@@ -4,6 +4,7 @@ import torch
 
 from kernels.adapters import plain, shrink_expand
 from kernels.adapters.factors import AdapterRows, SlotFactors
+from services.common.nn.layers import RMSNorm
 from tests.unit.kernels.interpreter import assert_close
 
 
@@ -32,19 +33,23 @@ def check(
     x = torch.randn(len(slots), columns)
     base = torch.randn(max(num_partials, 1), len(slots), sum(sizes))
     out = base.clone() if num_partials else base[0].clone()
-    twin = plain.add_adapters(base.sum(0), x, made, rows)
-    found = shrink_expand.add_adapters(out, x, made, rows)
-    assert found is out
+    norm = RMSNorm(columns, 1e-6) if len(slots) == 1 else None
+    if norm is not None:
+        norm.weight.data = torch.randn(columns)
+    products = plain.shrink_adapters(x, norm, made, rows)
+    partials = shrink_expand.shrink_adapters(x, norm, made, rows)
+    twin = plain.expand_adapters(base.sum(0), products, made, rows)
+    assert shrink_expand.expand_adapters(out, partials, made, rows) is out
     assert_close(out.sum(0) if num_partials else out, twin, atol=3e-5, rtol=3e-5)
     if len(sizes) == 2:
         out = base.clone() if num_partials else base[0].clone()
-        twin = plain.add_adapters_swiglu(base.sum(0), x, made, rows)
-        found = shrink_expand.add_adapters_swiglu(out, x, made, rows)
+        twin = plain.expand_adapters_swiglu(base.sum(0), products, made, rows)
+        found = shrink_expand.expand_adapters_swiglu(out, partials, made, rows)
         assert_close(found, twin, atol=3e-5, rtol=3e-5)
 
 
 if __name__ == "__main__":
-    check([0], (64,), 128, 1, 8)
+    check([0], (64,), 328, 1, 8)
     check([1, -1, 0, 2], (40, 16, 16), 256, 3, 16, num_partials=2)  # tiles that are not full
     check([-1, -1], (48, 48), 128, 2, 4)  # nothing to add
     check([2, 2, 1], (48, 48), 128, 4, 24, first=1, last=3, num_partials=3)
