@@ -31,8 +31,8 @@ class DecoderSettings(EngineServiceSettings):
         step_ms: longest time that a step should take, in milliseconds. Prompts are cut into chunks
             that fit. Longer steps give a little more throughput and sooner first tokens under load,
             and shorter steps give sooner later tokens. A step may take at least twice the time of
-            reading the weights. Defaults to 40, or to 4.5 times the time of reading the weights if
-            that is more, but at most 80.
+            reading the weights. Defaults to 40. If reading the weights takes more than 10, the
+            default is five times as long as that, but at most 80.
         speculation: source of drafts, which are guesses of a sequence's next tokens that are
             verified together in one step. `lookup` copies them from the request's own text, and
             from a `prediction` in the request. `mtp` makes them with the model's own layer for

@@ -13,7 +13,7 @@ def test_the_default_bound_of_a_32b_lets_its_prompts_keep_up() -> None:
     later = answers[64:-64]
     firsts = sorted(answer.first - answer.sent for answer in later)
     assert firsts[len(firsts) // 2] <= 1.0
-    assert max(answer.gap for answer in later) <= 0.080
+    assert max(answer.gap for answer in later) <= 0.085
     ends = sorted(answer.last for answer in later)
     assert 127 * len(later) / (ends[-1] - ends[0]) >= 1.1 * 692
 

@@ -47,9 +47,10 @@ _LEAST_MIN_CHUNK, _GREATEST_MIN_CHUNK = 32, 256
 # CUDA graphs of steps with prompts and decodes are captured for multiples of this number of tokens,
 # from `_LEAST_GRAPH` on. A step is padded to the next one: 260 tokens take as long as 320.
 _GRAPH_TOKENS, _LEAST_GRAPH = 64, 256
-# Default of the longest time of a step, in ms. Models whose weights take long to read get more: so
-# many times the time of reading them, up to the longest gap that a reader of an answer should see.
-_STEP_MS, _READS, _GAP_MS = 40.0, 4.5, 80.0
+# Default of the longest time of a step, in ms. If reading the weights takes more than a quarter of
+# it, a step may last five times as long as reading them, up to the longest gap that a reader of an
+# answer should see.
+_STEP_MS, _LONG_READ, _READS, _GAP_MS = 40.0, 0.25, 5, 80.0
 
 
 @dataclass(slots=True)
@@ -144,8 +145,9 @@ class StepCost:
         """Milliseconds that a step may last if no setting says so. While 16 of 40 ms read weights,
         prompts of a 32B model cannot keep up with 64 clients, who would wait for seconds.
         """
-        reads_ms = _READS * self._weights_ms if self._is_measured else 0.0
-        return max(_STEP_MS, min(reads_ms, _GAP_MS))
+        if not self._is_measured or self._weights_ms <= _LONG_READ * _STEP_MS:
+            return _STEP_MS
+        return min(_READS * self._weights_ms, _GAP_MS)
 
     def bound(self, step_ms: float) -> float:
         """Returns the milliseconds that a step may last: `step_ms`, or twice the time of reading
