@@ -179,7 +179,7 @@ def _serve(
         # With several ranks, the others would wait for the rest of a step that failed here.
         out_of_memory=(torch.OutOfMemoryError,) if processes is None else (),
         step_ms=step_ms,
-        max_drafts=settings.max_drafts(device),
+        max_drafts=runner.info.max_drafts,
         step_cost=cost,
     )
     freeze_gc()

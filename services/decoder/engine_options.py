@@ -4,10 +4,13 @@ import logging
 
 import torch
 
+from services.common.families import read_spec
 from services.common.model_spec import ModelSpecError
+from services.common.nn.checkpoint import Checkpoint
 from services.common.process.engine_process import REFUSED
 from services.common.process.pod_limits import num_cpus
 from services.decoder.engine.run.runner_factory import RunnerOptions
+from services.decoder.models.draft_head_files import has_draft_head
 from services.decoder.settings import DecoderSettings
 
 # Seconds for which an idle engine with a GPU polls before its thread blocks. A client needs less to
@@ -16,10 +19,14 @@ AWAKE_S = 0.05
 # The most tokens of a step. They decide how much memory a step takes; the time of a step is usually
 # limited by `DECODER_STEP_MS` before.
 _MAX_TOKENS_GPU, _MAX_TOKENS_CPU = 8192, 1024
+# Whether `--speculation auto` drafts on a GPU, which has not been measured yet.
+_AUTO_DRAFTS_ON_GPU = False
 _OUT_OF_MEMORY = (
     "the device is out of memory (%s): lower DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or "
     "DECODER_MEMORY_FRACTION, or serve an FP8 checkpoint"
 )
+
+log = logging.getLogger(__name__)
 
 
 def log_failure(error: Exception, log: logging.Logger, what: str) -> int:
@@ -47,6 +54,32 @@ def set_threads(num_ranks: int) -> None:
     torch.set_num_threads(max(1, min(torch.get_num_threads(), num_cpus() // num_ranks)))
 
 
+def speculation_of(settings: DecoderSettings, device: str) -> str:
+    """Returns the source of drafts on a device: `off`, `lookup` or `mtp`.
+
+    With `auto`, the facts of the checkpoint choose: its own layer for multi-token prediction, or
+    else the lookup.
+
+    Args:
+        settings: the decoder's settings.
+        device: device of the rank, `cpu` or `cuda:N`.
+    """
+    if settings.speculation != "auto":
+        return settings.speculation
+    if device == "cpu":
+        return "lookup"
+    if not _AUTO_DRAFTS_ON_GPU:
+        return "off"
+    if settings.kv_host_bytes or settings.model is None:
+        return "lookup"
+    has_head = read_spec(settings.model, settings.task).text.num_mtp_layers == 1
+    if has_head and settings.load_format == "auto":
+        has_head = has_draft_head(Checkpoint.open(settings.model))
+    if not has_head:
+        log.info("--speculation auto: the model has no layer for multi-token prediction: lookup")
+    return "mtp" if has_head else "lookup"
+
+
 def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
     """Returns the options of the runner of one rank.
 
@@ -54,7 +87,7 @@ def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
         settings: the decoder's settings.
         device: device of the rank, `cpu` or `cuda:N`.
     """
-    on_gpu = device != "cpu"
+    on_gpu, speculation = device != "cpu", speculation_of(settings, device)
     max_num_sequences = settings.max_num_sequences or (256 if on_gpu else 64)
     return RunnerOptions(
         model_directory=settings.model,
@@ -75,7 +108,7 @@ def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
         kv_cache_bytes=settings.kv_cache_bytes,
         kv_host_bytes=settings.kv_host_bytes,
         kernels=settings.kernels,
-        max_drafts=settings.max_drafts(device),
-        draft_head=settings.speculation == "mtp",
+        max_drafts=0 if speculation == "off" else settings.speculation_tokens,
+        draft_head=speculation == "mtp",
         draft_head_directory=settings.speculation_head,
     )

@@ -95,11 +95,6 @@ class DecoderSettings(EngineServiceSettings):
             )
         return self
 
-    def max_drafts(self, device: str) -> int:
-        """Returns the most drafts of a sequence in a step on a device. 0 without speculation."""
-        is_off = self.speculation == "off" or (self.speculation == "auto" and device != "cpu")
-        return 0 if is_off else self.speculation_tokens
-
     @property
     def wanted_task(self) -> str:
         return self.task

@@ -66,6 +66,11 @@ def with_draft_head(spec: ModelSpec, *, elsewhere: Path | None = None) -> ModelS
     return replace(spec, checkpoint=replace(names, ignored=ignored))
 
 
+def has_draft_head(checkpoint: Checkpoint) -> bool:
+    """Returns whether files have tensors of the layer."""
+    return any(name.startswith(_PREFIX) for name in checkpoint.tensors)
+
+
 def read_elsewhere(checkpoint: Checkpoint, elsewhere: Path) -> None:
     """Replaces the `mtp.*` tensors of a checkpoint by those of another model's files."""
     own = {n: info for n, info in checkpoint.tensors.items() if not n.startswith(_PREFIX)}
@@ -93,7 +98,7 @@ def add_draft_head(
     Raises:
         UnsupportedOption: the files have no such layer, as those of many fine-tuned models.
     """
-    if checkpoint is not None and not any(n.startswith(_PREFIX) for n in checkpoint.tensors):
+    if checkpoint is not None and not has_draft_head(checkpoint):
         raise UnsupportedOption(
             f"--speculation mtp: the files have no tensors {_PREFIX}*, which many fine-tuned "
             f"models lose; give the base model's layer with --speculation-head, or {_INSTEAD}"

@@ -4,6 +4,7 @@ start is refused by name. Their drafts change no answer.
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from services.common.model_spec import UnsupportedOption
 from services.common.nn.checkpoint import Checkpoint, CheckpointError
 from services.common.nn.linear import Linear
 from services.common.nn.weights import load_weights
+from services.decoder import engine_options
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.models.draft_head_files import (
@@ -25,6 +27,7 @@ from services.decoder.models.draft_head_files import (
 )
 from services.decoder.models.transformer import Transformer
 from services.decoder.operations.ops import PlainOps
+from services.decoder.settings import DecoderSettings
 from tests.decoder_harness import Harness, write_draft_head, write_hybrid
 from tests.engine_harness import Untimed
 from tests.fp8_checkpoints import MODELOPT, compressed, write
@@ -137,6 +140,22 @@ def test_drafts_with_keys_and_values_in_fp8_change_no_answer(source: Path) -> No
     assert scales.shape == (2, 2) and (scales > 0).all()
     found = tokens_of(source, max_drafts=3, fp8_cache=True)
     assert found == tokens_of(source, fp8_cache=True)
+
+
+def test_auto_takes_the_head_that_the_files_have(source: Path, tmp_path: Path) -> None:
+    """On a GPU, once drafts there are measured."""
+
+    def chosen(model: Path, device: str = "cuda:0", speculation: str = "auto") -> str:
+        settings = DecoderSettings(model=model, speculation=speculation)  # type: ignore[arg-type]
+        return engine_options.speculation_of(settings, device)
+
+    assert [chosen(source), chosen(source, "cpu")] == ["off", "lookup"]
+    assert chosen(source, speculation="mtp") == "mtp"
+    stripped = write_hybrid(tmp_path / "stripped")
+    with mock.patch.object(engine_options, "_AUTO_DRAFTS_ON_GPU", new=True):
+        assert [chosen(source), chosen(stripped)] == ["mtp", "lookup"]
+        (stripped / "config.json").write_text((source / "config.json").read_text())
+        assert chosen(stripped) == "lookup"
 
 
 def test_a_head_computes_in_bfloat16(source: Path) -> None:

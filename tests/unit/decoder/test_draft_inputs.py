@@ -1,9 +1,12 @@
 """Arrays of a step for the layer for multi-token prediction, also of steps padded for graphs."""
 
+import random
+
 import numpy as np
+import pytest
 
 from kernels.rows import OfChunk
-from services.decoder.engine.run.draft_inputs import NO_DRAFT, lay_out, padded
+from services.decoder.engine.run.draft_inputs import NO_DRAFT, lay_out, of_chunks, padded
 from services.decoder.engine.run.graphs import pad_decodes, pad_mixed
 from services.decoder.engine.run.step_inputs import DraftArrays, StepInputs
 from services.decoder.engine.run.step_inputs import lay_out as step_of
@@ -22,6 +25,7 @@ def step(*parts: tuple[int, int, int], folds: dict[int, int] | None = None) -> S
         rows, starts, lengths, 0, np.arange(len(rows)), np.arange(100, 100 + count, dtype=np.int32)
     )
     made.positions = np.zeros((3, count), np.int32)
+    made.has_drafts = len(set(rows.tolist())) < len(rows)
     made.folds = np.array([*folds.items()]) if folds else None
     return step_of(made, MAX_BLOCKS)
 
@@ -47,6 +51,24 @@ def test_a_row_with_drafts_has_its_kept_state_before_its_first_token() -> None:
     assert found.groups.T.tolist() == [
         [2, 0, 9, 24, 101, 102, none], [5, 3, 2, 12, none, none, none]
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_of_decodes_are_laid_out_as_any_step(seed: int) -> None:
+    draw = random.Random(seed)
+    parts: list[tuple[int, int, int]] = []
+    folds: dict[int, int] = {}
+    for row in draw.sample(range(ROWS), draw.randint(1, 4)):
+        start = draw.randint(1, 20)
+        if draw.random() < 0.5:
+            folds[len(parts)] = draw.randint(1, MAX_DRAFTS)
+        parts += [(row, start + place, 1) for place in range(1 + draw.randint(0, MAX_DRAFTS))]
+    for size in (len(parts), len(parts) + 3):
+        made = pad_decodes(step(*parts, folds=folds), size, scratch([1] * (2 * ROWS + 8)))
+        found, expected = arrays(made), of_chunks(made, CAPACITIES, MAX_DRAFTS)
+        for name in ("tokens", "chunks", "groups"):
+            ours, theirs = getattr(found, name), getattr(expected, name)
+            assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist(), name
 
 
 def test_blocks_that_a_step_adds_count() -> None:

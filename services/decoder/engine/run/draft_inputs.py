@@ -7,6 +7,7 @@ alone, so nothing here depends on it. See `Drafter`.
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from kernels.rows import OfChunk, OfToken
@@ -89,6 +90,43 @@ def lay_out(
         max_blocks: number of blocks of a row.
         block_size: tokens per KV block.
     """
+    if len(step.block_updates[0]):
+        changed, last = np.divmod(step.block_updates[0], max_blocks)
+        capacities = capacities.copy()
+        capacities[changed] = (last + 1) * block_size  # a row's new blocks come in their order
+    if step.num_decodes == len(step.seq_lens):
+        return _of_decodes(step, capacities, max_drafts)
+    return of_chunks(step, capacities, max_drafts)
+
+
+def _of_decodes(step: StepInputs, capacities: IntArray, max_drafts: int) -> DraftArrays:
+    """Lays out a step of decodes alone, the most frequent step, in a third of the time."""
+    rows, count = step.chunks[OfChunk.ROW], len(step.seq_lens)
+    order = np.arange(-1, count, dtype=np.int32)
+    is_first = np.empty(count, bool)
+    is_first[0] = True
+    np.not_equal(rows[1:], rows[:-1], out=is_first[1:])
+    kept = rows * np.int32(1 + max_drafts)
+    tokens = np.empty((OfDraftToken.COUNT, count), np.int32)
+    tokens[OfDraftToken.BEFORE] = np.where(is_first, -1 - kept, order[:-1])
+    for chunk, num_folded in step.folds.items():
+        tokens[OfDraftToken.BEFORE, chunk] -= num_folded
+    np.subtract(step.seq_lens, 2, out=tokens[OfDraftToken.INDEX])
+    chunks = np.empty((OfDraftChunk.COUNT, count), np.int32)
+    chunks[OfDraftChunk.LAST] = order[1:]
+    if not is_first.all():  # drafts, or padding
+        places = order[1:] - np.maximum.accumulate(np.where(is_first, order[1:], 0))
+        kept += np.minimum(places, max_drafts)
+    chunks[OfDraftChunk.KEPT] = kept
+    num_samples = len(step.samples)
+    if rows[num_samples - 1] == len(capacities) - 1:  # a meaningless step
+        num_samples = 0
+    rows, is_first = rows[:num_samples], is_first[:num_samples]
+    return DraftArrays(tokens, chunks, _groups(step, rows, is_first, capacities, max_drafts))
+
+
+def of_chunks(step: StepInputs, capacities: IntArray, max_drafts: int) -> DraftArrays:
+    """Lays out a step of any chunks, see `lay_out`."""
     rows, starts = step.chunks[OfChunk.ROW].astype(np.int64), step.cu_query_lens[:-1]
     lengths, num_chunks = np.diff(step.cu_query_lens), len(step.seq_lens)
     # The parts of rows: each begins with the chunk of the row's first token in the step.
@@ -107,26 +145,37 @@ def lay_out(
     chunks = np.empty((OfDraftChunk.COUNT, num_chunks), np.int32)
     chunks[OfDraftChunk.LAST] = np.maximum(step.cu_query_lens[1:] - 1, 0)
     chunks[OfDraftChunk.KEPT] = kept + np.minimum(places, max_drafts)
-    if len(step.block_updates[0]):
-        changed, last = np.divmod(step.block_updates[0], max_blocks)
-        capacities = capacities.copy()
-        capacities[changed] = (last + 1) * block_size  # a row's new blocks come in their order
-    groups = _groups(step, rows, capacities, max_drafts)
-    return DraftArrays(tokens, chunks, groups)
+    of_samples = rows[step.samples]
+    of_samples = of_samples[of_samples < len(capacities) - 1]  # padding comes last
+    is_first = np.diff(of_samples, prepend=-1) != 0
+    return DraftArrays(tokens, chunks, _groups(step, of_samples, is_first, capacities, max_drafts))
 
 
-def _groups(step: StepInputs, rows: IntArray, capacities: IntArray, max_drafts: int) -> Int32Array:
-    """Returns `DraftArrays.groups`."""
-    of_samples, num_samples = rows[step.samples], len(step.samples)
-    firsts = np.flatnonzero(np.diff(of_samples, prepend=-1))
-    counts = np.diff(firsts, append=num_samples)
-    is_real = of_samples[firsts] < len(capacities) - 1
-    firsts, counts = firsts[is_real], counts[is_real]
+def _groups(
+    step: StepInputs,
+    rows: npt.NDArray[np.integer],
+    is_first: npt.NDArray[np.bool_],
+    capacities: IntArray,
+    max_drafts: int,
+) -> Int32Array:
+    """Returns `DraftArrays.groups`.
+
+    Args:
+        step: the step.
+        rows: `[B]`, row of each sample.
+        is_first: `[B]`, true for the first sample of each group.
+        capacities: see `lay_out`.
+        max_drafts: the most drafts of a row in a step.
+    """
+    firsts = np.flatnonzero(is_first)
     groups = np.full((OfDraftGroup.DRAFT + max_drafts, len(firsts)), NO_DRAFT, np.int32)
-    groups[OfDraftGroup.ROW] = of_samples[firsts]
+    groups[OfDraftGroup.ROW] = of_groups = rows[firsts]
     groups[OfDraftGroup.SAMPLE] = firsts
     groups[OfDraftGroup.INDEX] = step.seq_lens[step.samples[firsts]] - 1
-    groups[OfDraftGroup.CAPACITY] = capacities[of_samples[firsts]]
+    groups[OfDraftGroup.CAPACITY] = capacities[of_groups]
+    if not step.has_drafts:
+        return groups
+    counts = np.diff(firsts, append=len(rows))
     for place in range(1, int(counts.max(initial=1))):
         has_draft = counts > place
         chunks = step.samples[firsts[has_draft] + place]

@@ -227,7 +227,7 @@ class Drafter:
             ids = self._model.ops.greedy(self._head.logits(hidden, self._model)).clamp(min=0)
             self._model.ranks.broadcast(ids)  # rank 0 alone has whole logits
             drafts.append(ids)
-        return torch.stack(drafts).where(is_stored, -1).int().T
+        return torch.stack(drafts).where(is_stored, -1).int().T.contiguous()
 
     @property
     def plans_on_device(self) -> bool:
