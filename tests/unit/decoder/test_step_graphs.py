@@ -324,9 +324,10 @@ def test_steps_of_many_decodes_have_graphs_of_their_own(harness: Harness) -> Non
 
 
 def test_graphs_of_many_decodes_have_more_tokens_than_decodes() -> None:
-    assert crowded_buckets(8192, 64) == []
-    assert crowded_buckets(8192, 96)[0] == 256
-    found = crowded_buckets(8192, 512)
+    assert crowded_buckets(8192, 64, 2048) == []
+    assert crowded_buckets(8192, 96, 2048)[0] == 256
+    assert crowded_buckets(8192, 256, 212) == [320, 384]
+    found = crowded_buckets(8192, 512, 2048)
     assert (found[0], found[-1], len(found)) == (320, 2048, 23)
     assert set(found) <= set(mixed_buckets(8192))
-    assert crowded_buckets(0, 512) == []
+    assert crowded_buckets(0, 512, 2048) == []

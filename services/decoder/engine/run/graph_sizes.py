@@ -37,12 +37,17 @@ def mixed_buckets(max_num_tokens: int) -> list[int]:
     return [size for size in sizes if size <= max_num_tokens]
 
 
-def crowded_buckets(max_num_tokens: int, max_num_sequences: int) -> list[int]:
+def crowded_buckets(
+    max_num_tokens: int, max_num_sequences: int, launch_hiding_tokens: int
+) -> list[int]:
     """Returns the numbers of tokens to capture mixed steps of more than 64 decodes for.
 
-    There are none if no step has so many. A graph has more tokens than decodes.
+    There are none if no step has so many. A graph has more tokens than decodes. From
+    `launch_hiding_tokens` on, eager steps are nearly as fast if nothing else keeps the host busy,
+    so graphs have up to twice as many.
     """
     if max_num_sequences <= MAX_CAPTURED_DECODES:
         return []
     decodes = min(MOST_CAPTURED_DECODES, max_num_sequences)
-    return [n for n in mixed_buckets(max_num_tokens) if decodes < n <= MAX_CAPTURED_CROWD]
+    most = min(MAX_CAPTURED_CROWD, 2 * launch_hiding_tokens)
+    return [n for n in mixed_buckets(max_num_tokens) if decodes < n <= most]

@@ -546,7 +546,8 @@ def _warm_up(
     if with_graphs and backend.captures("decodes"):
         prompts = prompt_buckets(longest) if backend.captures("prompts") else []
         mixed = mixed_buckets(longest) if backend.captures("mixed") else []
-        crowded = crowded_buckets(longest if mixed else 0, info.max_num_sequences)
+        hiding = model.ops.table.facts.launch_hiding_tokens
+        crowded = crowded_buckets(longest if mixed else 0, info.max_num_sequences, hiding)
         decodes = decode_buckets(info.max_num_sequences)
         parts, memory = runner.computer.parts, GraphMemory()
         wanted: list[tuple[Graphs, list[int]]] = [(MixedGraphs(parts, memory), mixed)]
