@@ -136,6 +136,15 @@ def delta_decode_config(num_sequences: int) -> DeltaDecodeConfig:
     return DeltaDecodeConfig(32, 4) if num_sequences < 4 else DeltaDecodeConfig(64, 4)
 
 
+def delta_verify_config(num_decodes: int) -> DeltaDecodeConfig:
+    """Configuration of the kernel that verifies drafts, by number of tokens. Not measured yet.
+
+    A CTA computes the tokens of a run one after the other, so that small parts of the state also
+    make the chain of a run's tokens shorter.
+    """
+    return DeltaDecodeConfig(32, 4) if num_decodes <= 16 else DeltaDecodeConfig(64, 4)
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaPrefillConfig:
     """Division of the prefill kernels of the gated delta rule.

@@ -2,11 +2,13 @@
 `benchmarks.engine`.
 
     python -m benchmarks.kernels.qwen3_5 --kernels
+    python -m benchmarks.kernels.qwen3_5 --verify --shapes 27b --batches 1,16,64
     python -m benchmarks.kernels.qwen3_5 --write 27b /tmp/q27
     python -m benchmarks.engine --model /tmp/q27 --load-format dummy --batches 1,64 --prompts 1008
 
 `--kernels` times both kernels for the 4B's and the 27B's heads, by configuration. If `fla` is
 importable, its kernels are timed beside them: the recurrence alone, without convolution and gates.
+`--verify` times the kernels that verify drafts, by configuration, and beside them the decode's.
 """
 
 import argparse
@@ -14,14 +16,21 @@ import dataclasses
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from kernels.linear_attention import delta_rule_decode, delta_rule_prefill
+from kernels.linear_attention import delta_rule_decode, delta_rule_prefill, delta_rule_verify
+from kernels.linear_attention.draft_runs import KeptInputs, StepRuns, run_table
 from kernels.linear_attention.states import DeltaInputs, StateCache, StateLayout, prefill_pieces
-from kernels.tuning import DeltaDecodeConfig, DeltaPrefillConfig
+from kernels.tuning import (
+    DeltaDecodeConfig,
+    DeltaPrefillConfig,
+    delta_decode_config,
+    delta_verify_config,
+)
 from services.common.model_spec import LinearAttentionSpec
 
 BANDWIDTH = 4.8e12  # bytes/s, the H200's data sheet
@@ -147,6 +156,81 @@ def time_decode(shape: str, batch: int) -> None:
         show(f"{shape} decode {batch} {config}", time_s(steps), floor)
 
 
+def verifying(
+    spec: LinearAttentionSpec, batch: int, drafts: int, folds: int, num_decodes: int
+) -> tuple[list[StateLayout], KeptInputs]:
+    """Steps of runs of one token and its drafts, padded to `num_decodes` by runs of one token."""
+    cuda, padding = torch.device("cuda"), num_decodes - batch * (1 + drafts)
+    sizes, kept_drafts = (1, _SLOTS), max(drafts, 3)
+    kept = KeptInputs.allocate(
+        spec.num_channels, spec.num_value_heads, (*sizes, kept_drafts), torch.bfloat16, cuda
+    )
+    kept.qkv.normal_()
+    kept.gates.normal_()
+    layouts = []
+    for layout in layouts_of(spec, [1] * batch, batch):
+        slots = layout.slots.cpu().numpy().astype(np.int32).repeat(1 + drafts)
+        lens = np.tile(1000 + np.arange(1 + drafts), batch)
+        slots = np.concatenate((slots, np.full(padding, _SLOTS - 1))).astype(np.int32)
+        lens = np.concatenate((lens, np.ones(padding))).astype(np.int32)
+        folded = {first: folds for first in range(0, batch * (1 + drafts), 1 + drafts)}
+        table = torch.from_numpy(run_table(slots, lens, folded if folds else {})).to(cuda)
+        starts = np.arange(num_decodes + 1, dtype=np.int32)
+        layouts.append(
+            StateLayout(
+                layout.cache, num_decodes, starts, lens,
+                torch.from_numpy(slots.astype(np.int64)).to(cuda),
+                torch.from_numpy(starts).to(cuda), torch.from_numpy(lens).to(cuda),
+                runs=StepRuns(table, slots, lens, folded),
+            )
+        )  # fmt: skip
+    return layouts, kept
+
+
+def time_verify(shape: str, batch: int) -> None:
+    """The kernels that verify drafts, by configuration, for three drafts, of which the step before
+    accepted two; then for other steps; then the decode kernel. The floor reads and writes states.
+    """
+    spec = heads_of(shape)
+    floor = batch * 2 * 4 * spec.value_size * spec.key_head_dim / BANDWIDTH
+
+    def timed(
+        title: str, drafts: int, folds: int, num_decodes: int, config: DeltaDecodeConfig
+    ) -> None:
+        layouts, kept = verifying(spec, batch, drafts, folds, num_decodes)
+        inputs = make_inputs(spec, num_decodes)
+        out = torch.empty(
+            num_decodes, spec.num_value_heads, 128, device="cuda", dtype=torch.bfloat16
+        )
+
+        def run(layout: StateLayout) -> None:
+            states = layout.cache.layer(0)
+            delta_rule_verify.verify(
+                inputs, states, layout, kept.layer(0), out, pdl=2, config=config
+            )
+
+        steps: list[Callable[[], object]] = [partial(run, layout) for layout in layouts]
+        name = f"{config.columns} columns, {config.warps} warps"
+        show(f"{shape} verify {batch} {title}, {name}", time_s(steps), floor)
+
+    for columns, warps in ((8, 1), (16, 1), (16, 2), (16, 4), (32, 1), (32, 2), (32, 4), (64, 4)):
+        config = DeltaDecodeConfig(columns, warps)
+        timed("3 drafts, 2 folds", 3, 2, 4 * batch, config)
+    config = delta_verify_config(4 * batch)
+    timed("3 drafts, 0 folds", 3, 0, 4 * batch, config)
+    timed("0 drafts, 3 folds", 0, 3, batch, delta_verify_config(batch))
+    timed("0 drafts, 0 folds", 0, 0, batch, delta_verify_config(batch))
+    timed("8 drafts, 8 folds", 8, 8, 9 * batch, delta_verify_config(9 * batch))
+    layouts, inputs = layouts_of(spec, [1] * batch, batch), make_inputs(spec, batch)
+    out = torch.empty(batch, spec.num_value_heads, 128, device="cuda", dtype=torch.bfloat16)
+
+    def decode(layout: StateLayout) -> None:
+        delta_rule_decode.decode(inputs, layout.cache.layer(0), layout, out, pdl=2)
+
+    steps: list[Callable[[], object]] = [partial(decode, layout) for layout in layouts]
+    show(f"{shape} decode {batch} {delta_decode_config(batch)}", time_s(steps), floor)
+
+
 def time_prefill(shape: str, lengths: list[int]) -> None:
     """The prefill kernels, by configuration, then the parts of the default one."""
     spec, count = heads_of(shape), sum(lengths)
@@ -213,12 +297,17 @@ def main() -> None:
     """Prints the table, or writes a directory."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--verify", action="store_true")
     parser.add_argument("--shapes", default="4b,27b")
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--write", nargs=2, metavar=("SHAPE", "DIRECTORY"))
     arguments = parser.parse_args()
     if arguments.write:
         print(write_model(arguments.write[0], Path(arguments.write[1])))
+    if arguments.verify:
+        for shape in arguments.shapes.split(","):
+            for batch in map(int, arguments.batches.split(",")):
+                time_verify(shape, batch)
     if not arguments.kernels:
         return
     prefills = ([1008], [1008] * 8)

@@ -28,8 +28,9 @@ def verify(
         out: `[T, value_heads, value_dim]`, of which the rows of decodes are written.
     """
     delta_rule.refuse_capture()
-    runs, heads = layout.runs, inputs.spec.num_value_heads
-    assert runs is not None
+    spec, heads = inputs.spec, inputs.spec.num_value_heads
+    assert layout.runs is not None
+    runs = layout.runs.tokens(kept.qkv.shape[1], spec.conv_width)
     own = runs.own
     state = states.recurrent[own.slots].where((own.starts > 0)[:, None, None, None], 0.0)
     if runs.folds is not None:
@@ -41,7 +42,7 @@ def verify(
         for place in range(len(tokens.query)):
             _advance(folded, tokens, place, runs.folds.num_longer(place))
         state[runs.folded] = folded
-        columns = runs.ring_tokens % inputs.spec.conv_width
+        columns = runs.ring_tokens % spec.conv_width
         states.conv[runs.ring_slots, columns] = qkv[runs.ring_places]
     tokens = _tokens(inputs, states, own)
     found = out.new_empty(*own.tokens.shape, *out.shape[1:])
@@ -50,7 +51,7 @@ def verify(
         found[:count, place] = _advance(state, tokens, place, count).to(out.dtype)
         if place == 0:
             states.recurrent[own.slots] = state
-    states.conv[own.slots, own.starts % inputs.spec.conv_width] = inputs.qkv[own.tokens[:, 0]]
+    states.conv[own.slots, own.starts % spec.conv_width] = inputs.qkv[own.tokens[:, 0]]
     out[: len(runs.span_of)] = found[runs.span_of, runs.place_of]
     if len(runs.kept_tokens):
         drafts = runs.kept_tokens

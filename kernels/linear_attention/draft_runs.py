@@ -8,7 +8,7 @@ the row would have without drafts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Self
 
@@ -16,6 +16,50 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+
+class OfRun:
+    """Indices of the fields in `StepRuns.table`.
+
+    Attributes:
+        FIRST: index of the run's first decode. The others follow it.
+        LENGTH: number of decodes of the run: its known token and its drafts. 0 for padding.
+        FOLDS: number of kept inputs that are folded into the state before the run.
+        COUNT: number of fields.
+    """
+
+    FIRST, LENGTH, FOLDS = 0, 1, 2
+    COUNT = 3
+
+
+def run_table(
+    slots: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], folds: dict[int, int]
+) -> npt.NDArray[np.int32]:
+    """Groups a step's D decodes into runs of consecutive tokens of a slot.
+
+    Padding decodes of a captured step share a slot, and each of them is a run. Decodes without a
+    token (a length of 0) belong to no run.
+
+    Args:
+        slots: `[D]`, slot of each decode. The decodes of a slot follow each other.
+        seq_lens: `[D]`, number of the sequence's tokens up to and with each decode.
+        folds: number of kept inputs that are folded before a decode, by the decode's index.
+
+    Returns:
+        The runs `[3, D]` with the fields of `OfRun`, and then padding of zeros.
+    """
+    count = len(slots)
+    table = np.zeros((OfRun.COUNT, count), np.int32)
+    begins = np.ones(count, np.bool_)
+    begins[1:] = (slots[1:] != slots[:-1]) | (seq_lens[1:] != seq_lens[:-1] + 1)
+    firsts = np.flatnonzero(begins)
+    lengths = np.diff(firsts, append=count)
+    has_tokens = seq_lens[firsts] > 0
+    firsts, lengths = firsts[has_tokens], lengths[has_tokens]
+    table[OfRun.FIRST, : len(firsts)], table[OfRun.LENGTH, : len(firsts)] = firsts, lengths
+    for index, number in folds.items():
+        table[OfRun.FOLDS, np.searchsorted(firsts, index)] = number
+    return table
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +138,13 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class DraftRuns:
-    """The decodes of a step that has drafts, or that follows a step that had some.
+    """The tokens of a step's runs, as the reference implementation reads them.
 
     Attributes:
         own: the step's tokens, a span for each row: its first token and its drafts.
         span_of, place_of: `[D]` int64 on the device, the span of each decode and its place there.
         kept_slots, kept_places, kept_tokens: int64 on the device, for each draft: slot and place in
-            `LayerInputs` that get its inputs, and its place in the step.
+            `LayerInputs` that get the draft's inputs, and place of the draft in the step.
         folds: tokens whose inputs were kept and are folded into the states first, as places in
             `LayerInputs` with slots and drafts flattened. None if there are none.
         folded: `[F]` int64 on the device, the span of `own` that follows each span of `folds`.
@@ -132,7 +176,7 @@ class DraftRuns:
         width: int,
         device: torch.device,
     ) -> Self:
-        """Groups a step's decodes into runs.
+        """Lists the tokens of a step's runs. No decode is padding.
 
         Args:
             slots: slot of each decode. The decodes of a slot follow each other.
@@ -191,3 +235,34 @@ def _spans(
     arrays = (np.array(each, np.int64) for each in (slots, starts, padded))
     found = [torch.from_numpy(each).to(device) for each in arrays]
     return Spans(found[0], found[1], [len(each) for each in tokens], found[2])
+
+
+@dataclass(slots=True)
+class StepRuns:
+    """The decodes of a step as runs: of one that has drafts, follows drafts, or is captured.
+
+    Attributes:
+        table: `[3, D]` int32 on the device, from `run_table`. Kernels read only this.
+        slots: `[D]` on the host, slot of each decode.
+        seq_lens: `[D]` on the host, number of the sequence's tokens up to and with each decode.
+        folds: number of kept inputs that are folded before a decode, by the decode's index.
+    """
+
+    table: Tensor
+    slots: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    folds: dict[int, int]
+    _tokens: DraftRuns | None = field(default=None, init=False)
+
+    def tokens(self, num_drafts: int, width: int) -> DraftRuns:
+        """Returns the tokens of the runs, which all layers share; see `DraftRuns.of`."""
+        if self._tokens is None:
+            self._tokens = DraftRuns.of(
+                self.slots.tolist(),
+                self.seq_lens.tolist(),
+                self.folds,
+                num_drafts=num_drafts,
+                width=width,
+                device=self.table.device,
+            )
+        return self._tokens

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.linear_attention.draft_runs import DraftRuns, KeptInputs
+from kernels.linear_attention.draft_runs import KeptInputs, StepRuns
 
 # Tokens of a chunk whose recurrence kernels solve at the same time. The state is only known after
 # each piece.
@@ -125,7 +125,8 @@ class StateLayout:
             -1 if the state is not saved. None if there are no chunks or no checkpoints. Kernels can
             save only after whole pieces of a chunk. The reference implementation can save after any
             token, except the only token of a chunk.
-        runs: the decodes as runs of tokens. None if the step has no drafts and no inputs to fold.
+        runs: the decodes as runs of tokens. None if an eager step has no drafts and no inputs to
+            fold, or if sequences have no drafts at all.
         kept: inputs of each row's last drafts. None if sequences have no drafts.
     """
 
@@ -139,7 +140,7 @@ class StateLayout:
     work: Tensor | None = None
     checkpoints: StateCache | None = None
     saves: Tensor | None = None
-    runs: DraftRuns | None = None
+    runs: StepRuns | None = None
     kept: KeptInputs | None = None
 
     def saved(self, layer: int) -> tuple[Tensor, LayerStates] | None:

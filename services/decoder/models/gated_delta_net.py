@@ -100,7 +100,7 @@ class GatedDeltaNet(nn.Module):
         )
         mixed = projected.new_empty(len(projected), heads, sizes.value_head_dim)
         states, count = layout.cache.layer(self.layer), layout.num_decodes
-        if layout.runs is not None:
+        if count and layout.runs is not None:
             assert layout.kept is not None
             kept = layout.kept.layer(self.layer)
             table.call("delta_verify", inputs, states, layout, kept, mixed, num_tokens=count)

@@ -401,7 +401,7 @@ ROWS: Sequence[Row] = (
     *_twins("output_gate", _GATES, plain.output_gate, pdl=True),
     *_twins("reduce_split_k", "gemm.skinny_gemm", plain.reduce_split_k, pdl=True),
     *_twins("delta_decode", f"{_DELTA}_decode", delta_rule.decode, _delta_sizes, pdl=True),
-    Row("delta_verify", "plain", _plain(delta_rule_drafts.verify)),
+    *_twins("delta_verify", f"{_DELTA}_verify", delta_rule_drafts.verify, _delta_sizes, pdl=True),
     *_twins("delta_prefill", f"{_DELTA}_prefill", delta_rule.prefill, _delta_sizes),
     *_twins("gated_norm", _GATES, delta_rule.gated_norm, pdl=True),
     Row(

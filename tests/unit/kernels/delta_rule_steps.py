@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.linear_attention.draft_runs import KeptInputs, StepRuns, run_table
 from kernels.linear_attention.states import DeltaInputs, StateCache, StateLayout, prefill_pieces
 from services.common.model_spec import LinearAttentionSpec
 
@@ -90,6 +91,49 @@ def random_layout(
         slot_of[list(saves)] = torch.arange(len(saves), 0, -1, dtype=torch.int32)
         layout.saves = slot_of.to(device)
     return layout
+
+
+def random_runs(
+    spec: LinearAttentionSpec,
+    runs: list[tuple[int, int, int]],
+    num_drafts: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_padding: int = 0,
+) -> tuple[StateLayout, KeptInputs]:
+    """Runs of (tokens before the step, kept inputs to fold, drafts), each in a slot of its own, and
+    `num_padding` runs of one token in a last slot, as a captured step has them.
+    """
+    lengths = [1 + drafts for _, _, drafts in runs]
+    layout = random_layout(
+        spec, [*lengths, *[1] * min(num_padding, 1)],
+        [context for context, _, _ in runs] + [0] * min(num_padding, 1), 0, dtype, device,
+    )  # fmt: skip
+    of_token = np.repeat(layout.slots.cpu().numpy(), [*lengths, *[num_padding] * (num_padding > 0)])
+    lens = [context + 1 + i for context, _, drafts in runs for i in range(1 + drafts)]
+    count = len(lens) + num_padding
+    firsts = np.cumsum([0, *lengths[:-1]]).tolist()
+    folds = {first: n for first, (_, n, _) in zip(firsts, runs, strict=True) if n}
+    seq_lens = np.array([*lens, *[1] * num_padding], np.int32)
+    starts, slots = np.arange(count + 1, dtype=np.int32), of_token.astype(np.int32)
+    table = torch.from_numpy(run_table(slots, seq_lens, folds)).to(device)
+    # The reference implementation has no padding.
+    step_runs = StepRuns(table, slots[: len(lens)], seq_lens[: len(lens)], folds)
+    kept = KeptInputs.allocate(
+        spec.num_channels,
+        spec.num_value_heads,
+        (1, len(layout.slots) + 2, num_drafts),
+        dtype,
+        device,
+    )
+    generator = torch.Generator(device).manual_seed(count)
+    for inputs in (kept.qkv, kept.gates):
+        inputs.normal_(generator=generator)
+    layout = StateLayout(
+        layout.cache, count, starts, seq_lens, torch.from_numpy(of_token).to(device),
+        torch.from_numpy(starts).to(device), torch.from_numpy(seq_lens).to(device), runs=step_runs,
+    )  # fmt: skip
+    return layout, kept
 
 
 def twin_of(layout: StateLayout) -> StateLayout:

@@ -5,19 +5,30 @@
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 import tests.unit.kernels.interpreter  # noqa: F401
 from kernels import plain
 from kernels.attention.heads import ProjectedHeads, kv_rows
 from kernels.attention.qk_rope_cache import qk_rope_cache
 from kernels.gemm import skinny_gemm
-from kernels.linear_attention import delta_rule, delta_rule_decode, delta_rule_prefill, output_gates
+from kernels.linear_attention import (
+    delta_rule,
+    delta_rule_decode,
+    delta_rule_drafts,
+    delta_rule_prefill,
+    delta_rule_verify,
+    output_gates,
+)
+from kernels.linear_attention.draft_runs import KeptInputs
+from kernels.linear_attention.states import StateCache, StateLayout
 from services.common.model_spec import LinearAttentionSpec
 from tests.cases import cases
 from tests.unit.kernels.delta_rule_steps import (
     difference,
     random_inputs,
     random_layout,
+    random_runs,
     spec_of,
     twin_of,
 )
@@ -68,6 +79,36 @@ def check_step(
     assert difference(layout.cache.recurrent[:, idle], before[:, idle]) == 0
 
 
+def check_runs(
+    spec: LinearAttentionSpec,
+    runs: list[tuple[int, int, int]],
+    num_drafts: int,
+    *,
+    padding: int = 0,
+) -> None:
+    """Outputs, states and kept inputs of runs of (context, folds, drafts)."""
+    layout, kept = random_runs(spec, runs, num_drafts, torch.float32, CPU, padding)
+    count, used = layout.num_decodes, layout.num_decodes - padding
+    inputs = random_inputs(spec, count, torch.float32, CPU)
+    twin = replace(layout, cache=StateCache(*map(Tensor.clone, states_of(layout))))
+    others = KeptInputs(kept.qkv.clone(), kept.gates.clone())
+    shape = count, spec.num_value_heads, spec.value_head_dim
+    found, expected = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    delta_rule_verify.verify(inputs, layout.cache.layer(0), layout, kept.layer(0), found)
+    delta_rule_drafts.verify(inputs, twin.cache.layer(0), twin, others.layer(0), expected)
+    assert difference(found[:used], expected[:used]) < TOLERANCE
+    assert found.isfinite().all(), "a decode that pads a captured step has no output"
+    scratch = int(layout.slots[-1]) if padding else len(layout.cache.conv[0])
+    for states, expecteds in zip(states_of(layout), states_of(twin), strict=True):
+        states[:, scratch : scratch + 1] = expecteds[:, scratch : scratch + 1] = 0.0
+        assert difference(states, expecteds) < TOLERANCE
+    assert difference(kept.qkv, others.qkv) == difference(kept.gates, others.gates) == 0
+
+
+def states_of(layout: StateLayout) -> tuple[Tensor, Tensor]:
+    return layout.cache.conv, layout.cache.recurrent
+
+
 def check_heads(num_tokens: int, sizes: tuple[int, int, int, int], *, gated: bool) -> None:
     """Queries, gates, keys and values of heads that rotate in part, with zero-centred norms."""
     heads, kv_heads, dim, rotary = sizes
@@ -108,6 +149,8 @@ if __name__ == "__main__":
     check_step(spec_of(1, 2, 16, 16), [70, 2, 130], [0, 3, 9], 0, saves=(63, 135, 199))
     check_step(thrice, [1, 0, 65, 0, 1], [4, 0, 1, 0, 0], 2, padding=30, saves=(64,))
     check_step(spec_of(1, 1, 16, 16), [150], [0], 0, repeated=True)
+    check_runs(twice, [(5, 0, 0), (0, 0, 2), (9, 1, 2), (30, 3, 0), (7, 2, 3)], 3, padding=2)
+    check_runs(thrice, [(1, 0, 8), (1, 1, 0), (20, 8, 8), (12, 4, 1)], 8)
     check_heads(5, (3, 1, 64, 16), gated=True)
     check_heads(cases(20, 130), (4, 2, 24, 8), gated=True)
     check_heads(3, (2, 2, 48, 24), gated=False)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.linear_attention import delta_rule, delta_rule_drafts
-from kernels.linear_attention.draft_runs import DraftRuns, KeptInputs
+from kernels.linear_attention.draft_runs import KeptInputs, StepRuns, run_table
 from kernels.linear_attention.states import DeltaInputs, StateCache, StateLayout
 from tests.unit.kernels.delta_rule_steps import difference, random_inputs, spec_of
 
@@ -31,6 +31,11 @@ def layout_of(cache: StateCache, slots: list[int], seq_lens: list[int]) -> State
         cache, len(slots), starts, lens, torch.tensor(slots), torch.from_numpy(starts),
         torch.from_numpy(lens),
     )  # fmt: skip
+
+
+def runs_of(layout: StateLayout, folds: dict[int, int]) -> StepRuns:
+    slots, lens = layout.slots.numpy().astype(np.int32), layout.seq_lens
+    return StepRuns(torch.from_numpy(run_table(slots, lens, folds)), slots, lens, folds)
 
 
 def part(inputs: DeltaInputs, token: int) -> DeltaInputs:
@@ -61,9 +66,7 @@ def test_drafts_are_computed_as_tokens_are_one_by_one(dtype: torch.dtype, most: 
         layout = layout_of(cache, slots, lens)
         firsts = {slot: slots.index(slot) for slot in computed}
         folds = {firsts[slot]: count for slot, count in unfolded.items() if count}
-        layout.runs = DraftRuns.of(
-            slots, lens, folds, num_drafts=NUM_DRAFTS, width=SPEC.conv_width, device=CPU
-        )
+        layout.runs = runs_of(layout, folds)
         found = torch.full((len(slots), SPEC.num_value_heads, SPEC.value_head_dim), torch.nan)
         expected = found.to(dtype).clone()
         found = found.to(dtype)

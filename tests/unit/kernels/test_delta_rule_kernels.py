@@ -11,11 +11,22 @@ from kernels.attention.heads import ProjectedHeads
 from kernels.attention.qk_rope_cache import qk_rope_cache
 from kernels.device import KNOWN_DEVICES
 from kernels.gemm import skinny_gemm
-from kernels.linear_attention import delta_rule_decode, delta_rule_prefill, output_gates
+from kernels.linear_attention import (
+    delta_rule_decode,
+    delta_rule_prefill,
+    delta_rule_verify,
+    output_gates,
+)
+from kernels.linear_attention.draft_runs import run_table
 from kernels.linear_attention.states import prefill_pieces
 from tests.cases import first
 from tests.gpu_compiler import compiled_launches
-from tests.unit.kernels.delta_rule_steps import random_inputs, random_layout, spec_of
+from tests.unit.kernels.delta_rule_steps import (
+    random_inputs,
+    random_layout,
+    random_runs,
+    spec_of,
+)
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
@@ -31,8 +42,10 @@ def test_kernels_compile_and_fit(gpu: str) -> None:
     inputs = random_inputs(spec, 70, BF16, CPU)
     layout = random_layout(spec, [1, 69], [4, 0], 1, BF16, CPU, saves=(64,))
     out = torch.zeros(70, 32, 128, dtype=BF16)
+    runs, kept = random_runs(spec, [(9, 1, 2)], 3, BF16, CPU)
     with compiled_launches(facts) as found:
         delta_rule_decode.decode(inputs, layout.cache.layer(0), layout, out, pdl=pdl)
+        delta_rule_verify.verify(inputs, runs.cache.layer(0), runs, kept.layer(0), out, pdl=pdl)
         delta_rule_prefill.prefill(inputs, layout.cache.layer(0), layout, out, layout.saved(0))
         output_gates.output_gate(out, out.clone(), pdl=pdl)
         output_gates.gated_norm(out, inputs.qkv[:, :4096], out[0, 0], 1e-6, pdl=pdl)
@@ -43,7 +56,7 @@ def test_kernels_compile_and_fit(gpu: str) -> None:
             torch.zeros(9, 2, 16, 4, 256, dtype=BF16), torch.zeros(2, 70, dtype=torch.int64), True,
         )  # fmt: skip
         qk_rope_cache(heads, None, torch.zeros(70, 16, 256, dtype=BF16), pdl=pdl)
-    assert len(found) == 8
+    assert len(found) == 10
     for launch in found:
         assert launch.shared_bytes <= facts.shared_memory_bytes, launch
         assert "ld.global" in launch.ptx
@@ -66,3 +79,18 @@ def test_pieces_cover_each_token_of_a_chunk_once(
     assert (seen[: starts[num_decodes]] == 0).all() and (seen[starts[num_decodes] :] == 1).all()
     count = len(lengths) - num_decodes
     assert len(pieces) == (int(starts[-1]) + padding) // 64 + count
+
+
+def test_decodes_are_grouped_into_runs_of_consecutive_tokens() -> None:
+    """Row 9 is scratch: each decode there that pads a captured step is a run of its own, and those
+    that pad a step with chunks have no token.
+    """
+    slots = np.array([4, 4, 4, 2, 7, 7, 9, 9, 9, 9], np.int32)
+    lens = np.array([8, 9, 10, 3, 21, 22, 1, 1, 0, 0], np.int32)
+    found = run_table(slots, lens, {0: 3, 4: 1})
+    assert found.tolist() == [
+        [0, 3, 4, 6, 7, 0, 0, 0, 0, 0],
+        [3, 1, 2, 1, 1, 0, 0, 0, 0, 0],
+        [3, 0, 1, 0, 0, 0, 0, 0, 0, 0],
+    ]
+    assert run_table(slots[:0], lens[:0], {}).shape == (3, 0)

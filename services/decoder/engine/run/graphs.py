@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels import launches
-from kernels.linear_attention.draft_runs import DraftRuns, KeptInputs
+from kernels.linear_attention.draft_runs import KeptInputs, StepRuns
 from kernels.linear_attention.states import StateCache, StateLayout
 from kernels.rows import DeviceRows, EnteredStep, OfChunk, OfToken, StepEntry
 from kernels.tuning import (
@@ -181,8 +181,16 @@ class StepParts:
                 saves=None if places.saves is None else device(places.saves),
                 kept=state.kept,
             )
-            if state.kept is not None and (step.has_drafts or step.folds):
-                metadata.states.runs = _draft_runs(step, state.states, state.kept)
+            # A graph serves steps with and without drafts, and steps that follow drafts.
+            has_runs = step.has_drafts or step.folds or step.graphs is not None
+            if places.runs is not None and has_runs:
+                decodes = slice(step.num_decodes)
+                metadata.states.runs = StepRuns(
+                    device(places.runs),
+                    step.chunks[OfChunk.ROW, decodes],
+                    step.seq_lens[decodes],
+                    step.folds,
+                )
         return metadata
 
     def forward(
@@ -238,19 +246,6 @@ class StepParts:
         slots, present = self.staging.device(step.places.adapters), np.unique(step.adapters)
         is_any = step.graphs is not None or present.max() < 0
         return self.model.adapters.rows(slots, None if is_any else present[present >= 0].tolist())
-
-
-def _draft_runs(step: StepInputs, states: StateCache, kept: KeptInputs) -> DraftRuns:
-    """Returns the decodes of a step with drafts, or with inputs to fold, as runs."""
-    count = step.num_decodes
-    return DraftRuns.of(
-        step.chunks[OfChunk.ROW, :count].tolist(),
-        step.seq_lens[:count].tolist(),
-        step.folds,
-        num_drafts=kept.qkv.shape[2],
-        width=states.conv.shape[2],
-        device=states.conv.device,
-    )
 
 
 class GraphMemory:

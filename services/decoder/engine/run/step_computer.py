@@ -104,11 +104,9 @@ class StepComputer:
         """Copies a step's arrays into the staging buffer; the caller may add more arrays."""
         inputs = step_inputs.lay_out(step, self.max_blocks)
         graphs = None
-        # No kernel folds the inputs of drafts into recurrent states, so no graph does.
-        has_runs = self.state.kept is not None and (step.has_drafts or step.folds is not None)
         adapters = self.model.adapters
         fits = step.adapters is None or (adapters is not None and adapters.fit_graphs)
-        if fits and not (step.keeps_hidden or has_runs):
+        if fits and not step.keeps_hidden:
             graphs = next((each for each in self.graphs if each.pad(inputs)), None)
         return self.stage_inputs(inputs, graphs)
 
@@ -128,6 +126,7 @@ class StepComputer:
             work=self.parts.backend.list_work(step, captured=graphs is not None),
             masked=bool(step.images) if graphs is None else graphs.masks_images,
             with_states=self.state.states is not None,
+            with_runs=self.state.kept is not None,
             decodes=graphs is not None and graphs.runs_decodes,
             drafts=self.parts.drafter and self.parts.drafter.lay_out(step),
         )
@@ -306,7 +305,7 @@ def _max_chunks(info: EngineInfo) -> int:
 
 def _staging_bytes(info: EngineInfo, max_blocks: int) -> int:
     """Returns the most bytes that a step's arrays take: per token, and per chunk."""
-    per_token, per_row = 64, 324 + 1024 + 4 * -(-info.vocab_size // 32)
+    per_token, per_row = 64, 336 + 1024 + 4 * -(-info.vocab_size // 32)
     if info.has_draft_head:
         per_token, per_row = per_token + 24, per_row + 32 + 4 * info.max_drafts
     rows = _max_chunks(info)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from kernels.linear_attention.draft_runs import run_table
 from kernels.linear_attention.states import prefill_pieces
 from kernels.rows import MAX_CHANGING_CHUNKS, DeviceRows, OfChunk, OfToken
 from services.decoder.engine.run.images import ImageRun
@@ -43,6 +44,8 @@ class Places:
         work: work list of attention, see `AttentionBackend.list_work`. None if there is no list.
         visual_mask: `[T]` int32, not 0 at image tokens. None if no token can be an image token.
         cu_query_lens: `[S + 1]` int32. None if the model has no recurrent states.
+        runs: `[3, D]` int32, runs of the D decodes, see `draft_runs.run_table`. None if rows keep
+            no inputs of drafts.
         pieces: `[W, 2]` int32, pieces of chunks of linear attention. None if there are no chunks.
         saves: `[T]` int32, slot that takes the recurrent state after each token, or -1. None if
             there are no chunks.
@@ -62,6 +65,7 @@ class Places:
     work: Staged | None = None
     visual_mask: Staged | None = None
     cu_query_lens: Staged | None = None
+    runs: Staged | None = None
     pieces: Staged | None = None
     saves: Staged | None = None
     adapters: Staged | None = None
@@ -259,6 +263,7 @@ def stage(
     work: Int32Array | None,
     masked: bool,
     with_states: bool = False,
+    with_runs: bool = False,
     decodes: bool = False,
     drafts: DraftArrays | None = None,
 ) -> StepInputs:
@@ -270,6 +275,7 @@ def stage(
         work: work list of attention. None if there is no list.
         masked: True if the step has a mask of its visual tokens.
         with_states: True if the model has recurrent states.
+        with_runs: True if rows keep the inputs of drafts.
         decodes: True if a graph of decodes alone runs the step. The graph changes block tables
             itself, unless attention's plan reads them before.
         drafts: arrays for the layer for multi-token prediction. None if there is no such layer.
@@ -300,6 +306,10 @@ def stage(
         found.visual_mask = _stage_visual_mask(step, staging)
     if with_states:
         found.cu_query_lens = staging.add(step.cu_query_lens)
+        if with_runs:
+            rows, decodes_only = step.chunks[OfChunk.ROW], slice(step.num_decodes)
+            table = run_table(rows[decodes_only], step.seq_lens[decodes_only], step.folds)
+            found.runs = staging.add(table)
         if step.num_decodes < num_chunks:
             pieces = prefill_pieces(step.cu_query_lens, step.num_decodes, num_tokens)
             found.pieces, found.saves = staging.add(pieces), _stage_saves(step, staging)
