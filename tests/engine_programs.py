@@ -39,7 +39,8 @@ class Arrival:
         reset_after, abort_after: time until the prefix cache is emptied, and until the sequence is
             aborted. None if that does not happen.
         token_masks: True if the sequence has token masks.
-        tenant, priority, prompt_logprobs: as in `AddSequence`.
+        tenant, priority, prompt_logprobs: as in `AddSequence`. A tenant whose name ends with
+            "/batch" runs in the background.
     """
 
     seed: int
@@ -69,6 +70,7 @@ class Arrival:
             images = (ImageSpan(key, place, min(_IMAGE_TOKENS, len(prompt) - place)),)
         names = ("max_tokens", "token_masks", "tenant", "priority", "prompt_logprobs")
         fields = {name: getattr(self, name) for name in names}
+        fields["background"] = self.tenant.endswith("/batch")
         message = add_message(number, prompt, images=images, **fields)
         tokens, _ = expected_tokens(message, max_model_len)
         if self.stops:
@@ -106,7 +108,7 @@ def programs(seeds: int, shared: int, own: int, last: int) -> st.SearchStrategy[
         reset_after=_rarely(steps),
         abort_after=st.none() | steps,
         token_masks=st.booleans(),
-        tenant=st.sampled_from(["", "a", "b"]),
+        tenant=st.sampled_from(["", "a", "b", "a/batch", "b/batch"]),
         priority=st.integers(-2, 2),
         prompt_logprobs=_rarely(st.integers(0, 3)),
     )

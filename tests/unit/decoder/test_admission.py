@@ -53,7 +53,7 @@ def test_a_request_beside_a_flood_is_the_first_of_the_next_step(length, max_toke
     quiet = add(scheduler, 500, "quiet", length=20)
     tokens = run_step(scheduler)
     assert quiet.num_generated == 1 and tokens["quiet"] == 20
-    assert tokens["flood"] > 0 and scheduler.num_preemptions <= 1
+    assert tokens["flood"] > 0 and scheduler.prefills.num_preemptions <= 1
 
 
 def test_nobody_yields_to_a_request_whose_image_has_not_arrived() -> None:
@@ -68,10 +68,12 @@ def test_nobody_yields_to_a_request_whose_image_has_not_arrived() -> None:
     )
     scheduler.add(quiet)
     run_step(scheduler)
-    assert scheduler.num_preemptions == 0 and scheduler.num_lacking_images == 1
+    assert (
+        scheduler.prefills.num_preemptions == 0 and len(scheduler.prefills.parked_for_images) == 1
+    )
     scheduler.image_ready(quiet, KEYS[0], 0)
     run_step(scheduler)
-    assert scheduler.num_preemptions == 1 and quiet.num_generated == 1
+    assert scheduler.prefills.num_preemptions == 1 and quiet.num_generated == 1
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 20))
@@ -118,7 +120,7 @@ def test_blocks_are_shared_too() -> None:
     assert scheduler.blocks.num_free < 64 // 4
     for _ in range(3):  # its prompt is longer than the room in a step
         run_step(scheduler)
-    assert late.num_generated >= 1 and scheduler.num_preemptions >= 1
+    assert late.num_generated >= 1 and scheduler.prefills.num_preemptions >= 1
 
 
 def test_tenants_that_compete_have_rows_by_weight_and_preempt_once() -> None:
@@ -131,13 +133,13 @@ def test_tenants_that_compete_have_rows_by_weight_and_preempt_once() -> None:
         add(scheduler, number, "light")
     for _ in range(10):
         run_step(scheduler)
-    before = scheduler.num_preemptions
+    before = scheduler.prefills.num_preemptions
     tokens: Counter[str] = Counter()
     for _ in range(200):
         tokens += run_step(scheduler)
     assert tokens["heavy"] / tokens["light"] == pytest.approx(3, rel=0.15)
     assert before <= 5  # until the other has half of what its weight says
-    assert scheduler.num_preemptions == before
+    assert scheduler.prefills.num_preemptions == before
 
 
 def test_a_tenants_only_sequence_is_not_preempted_for_another() -> None:
@@ -146,7 +148,7 @@ def test_a_tenants_only_sequence_is_not_preempted_for_another() -> None:
         add(scheduler, number, f"{number}", max_tokens=10)
     while scheduler.has_work:
         run_step(scheduler)
-    assert scheduler.num_preemptions == 0
+    assert scheduler.prefills.num_preemptions == 0
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -158,7 +160,7 @@ def test_a_heavier_tenant_does_not_preempt_the_same_sequence_again_and_again(row
     heavy = add(scheduler, 500, "heavy", weight=2.0, max_tokens=60)
     for _ in range(55):
         run_step(scheduler)
-    assert scheduler.num_preemptions == 0 and all(s.num_generated == 60 for s in light)
+    assert scheduler.prefills.num_preemptions == 0 and all(s.num_generated == 60 for s in light)
     run_step(scheduler)
     assert heavy.num_generated == 1
 
@@ -173,7 +175,7 @@ def test_a_tenant_yields_beside_a_light_one_that_does_not() -> None:
     head = add(scheduler, 500, "head")
     run_step(scheduler)
     assert head.num_generated == 1 and light.num_preemptions == 0
-    assert scheduler.num_preemptions == 1
+    assert scheduler.prefills.num_preemptions == 1
 
 
 def test_time_without_requests_earns_nothing() -> None:

@@ -343,7 +343,7 @@ def test_steps_keep_their_time_and_every_prompt_goes_on(
             if not arrivals and now > 40:
                 break
             continue
-        waiting, before = bool(scheduler.prefills.prefilling), scheduler.num_preemptions
+        waiting, before = bool(scheduler.prefills.prefilling), scheduler.prefills.num_preemptions
         num_prompts = len(scheduler.prefills.prefilling) + len(scheduler.prefills.waiting)
         batch = scheduler.schedule()
         num_decodes = sum(chunk.from_device for chunk in batch.chunks)
@@ -352,7 +352,7 @@ def test_steps_keep_their_time_and_every_prompt_goes_on(
         is_long = batch.load and cost.predict(batch.load) > factor * step_ms * 1.0001
         if is_long or (factor == 1 and batch.num_tokens > efficient):
             assert prompt_tokens <= factor * cost.min_chunk
-        assert prompt_tokens or not waiting or scheduler.num_preemptions > before
+        assert prompt_tokens or not waiting or scheduler.prefills.num_preemptions > before
         for chunk in batch.chunks:
             scheduler.blocks.register(chunk.sequence)
             if chunk.samples:
@@ -374,7 +374,7 @@ def test_lower_priorities_are_admitted_first_and_preempted_last():
     numbers = [s.sequence_id for s in waiting(scheduler)]
     assert numbers == [5, 4, 2]
     # Eight blocks are not enough for both: the one of priority 0 gives way, though it came first.
-    while scheduler.num_preemptions == 0:
+    while scheduler.prefills.num_preemptions == 0:
         step(scheduler)
     assert 3 in {s.sequence_id for s in scheduler.running()}
     assert 1 in {s.sequence_id for s in waiting(scheduler)}

@@ -53,6 +53,11 @@ class Admission:
         return bool(self.free_rows)
 
     @property
+    def has_foreground(self) -> bool:
+        """True if a waiting sequence is not in the background."""
+        return any([not queue[0].message.background for queue in self._queues.values()])
+
+    @property
     def may_preempt(self) -> bool:
         """True if sequences of several tenants run or wait, so that one may have to yield."""
         return len(self._num_rows.keys() | self._queues.keys()) > 1

@@ -6,6 +6,7 @@ A sequence gets one new token a step, or several if it verifies drafts (`chunk`)
 from collections.abc import Iterable
 
 from services.decoder.engine.messages import EngineInfo
+from services.decoder.engine.schedule.background import Background
 from services.decoder.engine.schedule.block_manager import BlockManager
 from services.decoder.engine.schedule.chunk import Chunk
 from services.decoder.engine.schedule.sequence import Sequence
@@ -29,6 +30,7 @@ class Decodes:
             token mask of the next one if there is a grammar. A sequence with drafts is one of them.
         speculation: decides how many drafts each sequence verifies.
         extended: sequences that got a block since the last step that was launched.
+        background: the rules for sequences in the background.
     """
 
     def __init__(self, info: EngineInfo, blocks: BlockManager, speculation: Speculation) -> None:
@@ -38,6 +40,7 @@ class Decodes:
         self.decoding: dict[int, Sequence] = {}
         self.awaiting: dict[int, Sequence] = {}
         self.extended: list[Sequence] = []
+        self.background = Background()
 
     def __len__(self) -> int:
         """Returns the number of decoding and awaiting sequences."""
@@ -93,7 +96,8 @@ class Decodes:
         lacking = [s for s in self._plannable() if s.num_computed_tokens + most > s.capacity]
         if most > 1:
             lacking = [s for s in lacking if self.num_lacking_blocks(s)]
-        return lacking + [s for s in self.ready() if self.num_lacking_blocks(s)]
+        ready = self.background.rest(self.ready())
+        return lacking + [s for s in ready if self.num_lacking_blocks(s)]
 
     def num_lacking_blocks(self, sequence: Sequence) -> int:
         """Returns how many blocks the sequence has to be given for its next step."""
@@ -141,7 +145,7 @@ class Decodes:
         """Returns the sequences of `ready`. If they are the only ones that can be planned, and
         others that verify drafts are in flight, it returns none, so that all share the next steps.
         """
-        ready = self.ready()
+        ready = self.background.rest(self.ready())
         if ready and self.speculation.max_drafts and not self.decoding:
             others = self.awaiting.values()
             if any([s.num_in_flight and s.plans_ahead for s in others]):
@@ -154,7 +158,8 @@ class Decodes:
         All tokens of a sequence but the last are computed, so a sequence whose computed tokens
         reach `max_length` - 1 has its last token in flight.
         """
-        return [s for s in self.decoding.values() if s.num_computed_tokens + 1 < s.max_length]
+        found = [s for s in self.decoding.values() if s.num_computed_tokens + 1 < s.max_length]
+        return self.background.rest(found)
 
     def _most_tokens(self, sequence: Sequence) -> int:
         """Returns the most tokens that the next step may yield for the sequence."""

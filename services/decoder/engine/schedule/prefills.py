@@ -37,15 +37,14 @@ class Prefills:
             have to be obtained again.
         num_preemptions: number of preemptions so far.
         num_prefix_hit_tokens: number of prompt tokens found in the prefix cache so far.
-        min_partial_tokens: if an image or a token mask is missing, the tokens before the place
-            where it is needed are computed only if they are at least this many. Otherwise
-            they are computed later, together with the tokens after them, because a step with few
-            tokens takes hardly less time than one with 512: it reads all weights in any case.
+        min_partial_tokens: if an image or a token mask is missing, the tokens before its place are
+            computed only if they are at least this many. Otherwise they are computed with those
+            after them, because a step with few tokens takes hardly less time than with 512.
     """
 
     def __init__(self, info: EngineInfo, blocks: BlockManager, decodes: Decodes) -> None:
         self._blocks = blocks
-        self._decodes = decodes
+        self._decodes, self._background = decodes, decodes.background
         # Number of blocks that stay free when a sequence is admitted, because running sequences
         # will soon need further blocks and would otherwise be preempted at once.
         self.watermark = blocks.num_blocks // 100
@@ -177,6 +176,8 @@ class Prefills:
         yielded. The first that cannot be admitted stops the admission of all after it.
         """
         for sequence in self.waiting.ordered(self.prefilling.values()):
+            if self._background.leaves_out(sequence):
+                break  # All after it are in the background, too.
             while (head := self.waiting.head()) is not None and self.waiting.precedes(
                 head, sequence
             ):
@@ -219,7 +220,7 @@ class Prefills:
         while (head := self.waiting.head()) is not None:
             # If the head was preempted while a token of it was in flight, that token has to arrive
             # before the head is admitted.
-            if head.num_in_flight or self._is_blocked(head):
+            if head.num_in_flight or self._background.leaves_out(head) or self._is_blocked(head):
                 return None
             prefix = self._blocks.find_prefix(head)
             if self.try_park(head, prefix):
@@ -241,7 +242,7 @@ class Prefills:
 
     def _is_blocked(self, head: Sequence) -> bool:
         """Returns whether the head certainly cannot be admitted now."""
-        if self.stalled:
+        if any([s.message.background >= head.message.background for s in self.stalled.values()]):
             return False  # A stalled sequence can be preempted for it.
         return not self.waiting.has_free_row or self._refused == self._fitting_state(head)
 

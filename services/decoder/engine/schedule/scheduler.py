@@ -89,6 +89,7 @@ class Scheduler:
     ) -> None:
         self.blocks = blocks
         self.decodes = Decodes(info, blocks, speculation)
+        self.background = self.decodes.background
         self.prefills = Prefills(info, blocks, self.decodes)
         self.step = 0
         self._max_batched_tokens = info.max_batched_tokens
@@ -102,23 +103,12 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Number of sequences that hold a row."""
-        prefills = self.prefills
-        return len(self.decodes) + len(prefills.prefilling) + len(prefills.stalled)
+        return len(self.decodes) + len(self.prefills.prefilling) + len(self.prefills.stalled)
 
     @property
     def num_waiting(self) -> int:
         """Number of sequences that hold no row."""
         return self.prefills.num_without_row
-
-    @property
-    def num_lacking_images(self) -> int:
-        """Number of sequences without a row that wait for an image."""
-        return len(self.prefills.parked_for_images)
-
-    @property
-    def num_preemptions(self) -> int:
-        """Number of preemptions so far."""
-        return self.prefills.num_preemptions
 
     @property
     def has_work(self) -> bool:
@@ -158,6 +148,7 @@ class Scheduler:
         self.decodes.speculation.start(sequence)
         self.num_masked += message.token_masks
         self.num_adapted += message.adapter >= 0
+        self.background.add(sequence)
         self.prefills.add(sequence)
 
     def image_ready(self, sequence: Sequence, key: bytes, arena_offset: int) -> None:
@@ -198,6 +189,7 @@ class Scheduler:
             self.prefills.release(sequence)
         self.num_masked -= sequence.message.token_masks
         self.num_adapted -= sequence.message.adapter >= 0
+        self.background.remove(sequence)
         sequence.state = SequenceState.FINISHED
 
     def schedule(self) -> Batch:
@@ -205,6 +197,11 @@ class Scheduler:
         self.step += 1
         if self.prefills.waiting.may_preempt:
             self._yield_rows()
+        self.background.begin_step(self.step, self.prefills.prefilling, self.prefills.waiting)
+        batch = self._plan()
+        return batch if batch.chunks or not self.background.let_in() else self._plan()
+
+    def _plan(self) -> Batch:
         self.decodes.choose_drafts(is_open=not self.prefills.has_work)
         self._extend_decodes()
         chunks = self.decodes.plan()
@@ -265,15 +262,14 @@ class Scheduler:
     def _plan_prompts(self, chunks: list[Chunk], num_tokens: int) -> StepLoad:
         """Appends chunks of prompts to those of decodes. Returns the work of the whole step."""
         # The token of a decode attends to the `start` tokens before it and to itself.
-        keys = sum([chunk.start + 1 for chunk in chunks])
-        load = StepLoad(len(chunks), num_tokens, keys=keys)
+        load = StepLoad(len(chunks), num_tokens, keys=sum([chunk.start + 1 for chunk in chunks]))
         num_prompts = len(self.prefills.prefilling) + len(self.prefills.waiting)
         budget = StepBudget(
             self._cost,
             load,
-            step_ms=self._step_ms,
+            step_ms=self.background.step_ms(self._step_ms),
             max_tokens=self._max_batched_tokens,
-            alone=not chunks and num_prompts == 1,
+            alone=not chunks and num_prompts == 1 and not self.background.is_short,
         )
         chunks += self.prefills.plan(budget, self.step)
         return load
@@ -302,8 +298,8 @@ class Scheduler:
     def _yield_rows(self) -> None:
         """Makes room for the first waiting sequence if its tenant has few rows: preempts sequences
         of tenants with many rows (`Admission.yielding`) until the waiting sequence can be admitted.
-        Nothing is preempted while the waiting sequence has tokens in flight, because it cannot be
-        admitted yet. It may have some if it has just been preempted itself.
+        Nothing is preempted while the waiting sequence has tokens in flight, as after its own
+        preemption, because it cannot be admitted yet.
         """
         prefills = self.prefills
         running = self.running()
