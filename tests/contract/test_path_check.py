@@ -1,14 +1,19 @@
 """The check of the ways of embeddings at a decoder's start: each way, and each broken one."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from services.common.embeddings.embedding_cache import RedisCache
+from services.common.embeddings.shared_memory import NotReadable
 from services.common.security.credentials import NO_CREDENTIALS
+from services.decoder.images import embedding_fetch, path_check
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.known_encoders import KnownEncoders
 from services.decoder.images.path_check import PathCheck
@@ -99,3 +104,57 @@ async def test_a_wrong_certificate_is_named(
         assert len(found) == 1 and server.address in found[0], found
         if kind == "foreign authority":
             assert "certificate" in found[0].lower() or "handshake" in found[0].lower(), found
+
+
+async def test_shared_memory_that_cannot_be_read_is_named() -> None:
+    async with run_pod() as pod, checking(pod.address) as check:
+        with mock.patch.object(embedding_fetch, "ForeignMemory", side_effect=NotReadable("gone")):
+            line = await check.check(pod.address)
+    assert " over gRPC: " in line and "(its shared memory cannot be read)" in line
+
+
+async def test_a_redis_that_gets_no_embeddings_is_named(
+    redis_server: RedisServer,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The encoder has no Redis, or cannot write to it."""
+    cache = RedisCache(redis_server.url, ttl_s=60, timeout_s=PATIENCE_S)
+    try:
+        async with run_pod() as pod, checking(pod.address, cache=cache) as check:
+            with mock.patch.object(path_check, "_REDIS_S", 0.2):
+                assert (await check.check(pod.address)).endswith("; not from Redis")
+        assert "Redis does not have an embedding" in caplog.text
+    finally:
+        await cache.close()
+
+
+_FULL = """
+import mmap, os
+from services.common.embeddings.shared_memory import ForeignMemory, MemoryAddress, create_memory
+try:
+    with open("/dev/shm/file", "wb") as file:
+        file.write(bytes(1 << 20))
+    print("not full")
+except OSError as error:
+    print(os.strerror(error.errno))
+size = 8 << 20
+fd, name = create_memory(size)
+mmap.mmap(fd, size)[:] = b"x" * size
+found = ForeignMemory(MemoryAddress(os.getpid(), fd, name, size)).view(0, size)
+print(found == b"x" * size)
+"""
+
+
+def test_a_full_dev_shm_changes_nothing() -> None:
+    """Embeddings lie in anonymous memory of the kernel, and no file system limits it. In a mount
+    namespace of its own, `/dev/shm` holds 64 KiB; a file in it, the control, does not fit.
+    """
+    script = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$0" -c "$1"'
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, sys.executable, _FULL]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    except FileNotFoundError:
+        pytest.skip("unshare is not installed")
+    if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
+        pytest.skip(f"no namespace of mounts here: {done.stderr.strip()}")
+    assert done.stdout.splitlines() == ["No space left on device", "True"], done.stderr
