@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingPar
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.pending_step import Readback
 from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
+from services.decoder.engine.schedule import chunk
+from services.decoder.engine.schedule.chunk import Chunk
 from tests.cases import THOROUGH, cases, first
 from tests.engine_harness import Untimed, small_pieces
 from tests.integrity import check_engine
@@ -247,6 +250,28 @@ def test_with_drafts(bench: Bench, alone: dict[int, list[int]], share: float) ->
     drafts = engine.stats().drafts
     assert drafts is not None and drafts.num_accepted > 2 * NUM_REQUESTS
     assert (drafts.num_accepted < drafts.num_drafts) == (share < 1.0)
+
+
+def test_positions_behind_images_are_those_of_the_drafts(
+    bench: Bench, alone: dict[int, list[int]]
+) -> None:
+    """A control: drafts behind images whose positions are those of a first token change answers."""
+    fill = chunk._fill_positions
+
+    def fill_wrongly(each: Chunk, positions: np.ndarray) -> None:
+        fill(each, positions)
+        if each.num_before and each.sequence.message.position_delta:
+            positions[:] = 0
+
+    engine = bench.engine(max_drafts=4, max_num_sequences=5 * NUM_REQUESTS)
+    engine.speculation.sources = KnownSources(
+        lambda message, index: from_answer(message, alone[message.sequence_id], index), 1.0
+    )
+    with mock.patch.object(chunk, "_fill_positions", fill_wrongly):
+        found = bench.ask(engine, range(NUM_REQUESTS))
+    changed = {number for number in found if found[number] != alone[number]}
+    seeing = {n for n in range(NUM_REQUESTS) if bench.questions[n].message.position_delta}
+    assert changed <= seeing and bool(changed) == bool(seeing)
 
 
 def test_prefix_hit(bench: Bench, alone: dict[int, list[int]]) -> None:

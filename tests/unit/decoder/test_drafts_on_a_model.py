@@ -6,6 +6,7 @@ draft is accepted only if it is the very token that was drawn in its place. Each
 which drops the rule and has to change an answer.
 """
 
+import random
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -21,7 +22,9 @@ from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.schedule import batch, chunk
 from services.decoder.engine.schedule.chunk import Accepted, Chunk
 from services.decoder.engine.schedule.lookup import Lookups
+from services.decoder.engine.schedule.sequence import Sequence
 from services.decoder.engine.step import StepOutput
+from tests.cases import cases
 from tests.decoder_harness import Harness, write_checkpoint
 from tests.engine_harness import Untimed, small_pieces
 from tests.integrity import check_engine
@@ -138,6 +141,52 @@ class Bench:
                 self.send_masks(engine, number, count, found)
         return tokens, logprobs, ends
 
+    def run_mixture(
+        self, engine: Engine, rng: random.Random, count: int
+    ) -> dict[int, tuple[list[int], str]]:
+        """Runs requests of random kinds, which arrive at random steps, as do their images. Returns
+        their tokens and ends. A request's number is its id modulo 100.
+        """
+        todo: dict[int, list[tuple[int, bytes | None]]] = {}
+        for place in range(count):
+            number, at = rng.randrange(len(REQUESTS)), rng.randrange(60)
+            todo.setdefault(at, []).append((100 * place + number, None))
+            for key in self.offsets[number]:
+                todo.setdefault(at + rng.randrange(9), []).append((100 * place + number, key))
+        tokens: dict[int, list[int]] = {}
+        ends: dict[int, str] = {}
+        step = 0
+        while len(ends) < count:
+            for sequence_id, key in todo.pop(step, []):
+                message, offsets = self.messages[sequence_id % 100], self.offsets[sequence_id % 100]
+                if key is not None:
+                    engine.image_ready(sequence_id, key, offsets[key])
+                    continue
+                tokens[sequence_id] = []
+                engine.add(msgspec.structs.replace(message, sequence_id=sequence_id))
+                if message.token_masks:
+                    self.send_masks(engine, sequence_id, 0, [])
+            step += 1
+            assert step < 5000, "the engine has stopped"
+            done = engine.step()
+            check_engine(engine)
+            events = done.events if done else []
+            for images in done.images_wanted if done else []:
+                for key in images.keys:
+                    offset = self.offsets[images.sequence_id % 100][key]
+                    engine.image_ready(images.sequence_id, key, offset)
+            wanted = engine.new_tokens(events)
+            for event in events:
+                tokens[event.sequence_id] += event.token_ids
+                if event.end is not None:
+                    ends[event.sequence_id] = event.end.reason + event.end.message
+            drafts = wanted.drafts or [[]] * len(wanted.sequence_ids)
+            for sequence_id, done_tokens, known in zip(
+                wanted.sequence_ids, wanted.num_generated, drafts, strict=True
+            ):
+                self.send_masks(engine, sequence_id, done_tokens, known)
+        return {sequence_id: (tokens[sequence_id], ends[sequence_id]) for sequence_id in ends}
+
     def send_masks(self, engine: Engine, number: int, count: int, drafts: list[int]) -> None:
         """Sends the masks of the next token and of those behind drafts, as a mask process does."""
         allowed = ALLOWED[number % 100]
@@ -204,6 +253,24 @@ def test_answers_are_equal_with_drafts(
         assert 0.2 < stats.drafts.num_accepted / stats.drafts.num_drafts < 0.95
 
 
+@pytest.mark.parametrize("seed", range(cases(3, 40)))
+def test_any_mixture_has_the_answers_of_each_request_alone(bench: Bench, seed: int) -> None:
+    """Requests of all kinds in any number, order and at any step, among them several choices of a
+    prompt and prompts that are known by then; images that come late; drafts of any number and
+    quality. In the second bench all prompts are cut into chunks.
+    """
+    rng = random.Random(seed)
+    engine = bench.engine(
+        rng.choice([1, 2, 5, 8]), rng.choice([0.3, 0.6, 0.9, 1.0]), overlap=rng.random() < 0.3
+    )
+    found = bench.run_mixture(engine, rng, count=20)
+    tokens, _, ends = bench.expected
+    assert len(found) == 20
+    for sequence_id, (ids, end) in found.items():
+        number = sequence_id % 100
+        assert (ids, end) == (tokens[number], ends[number]), NAMES[number]
+
+
 def test_drafts_that_are_right_save_steps(bench: Bench) -> None:
     plain, drafting = bench.engine(), bench.engine(8, 1.0)
     bench.run(plain)
@@ -260,6 +327,20 @@ def _one_place(bench: Bench) -> object:
     return mock.patch.object(sampler, "prepare", prepare_in_one_place)
 
 
+_append = engine_module._append
+
+
+def _end_at_the_last(sequence: Sequence, ids: list[int]) -> str | None:
+    """Lets only the last token of a step end a sequence."""
+    for token_id in ids[:-1]:
+        sequence.token_ids.append(token_id)
+    last = ids[-1:]
+    reason = _append(sequence, last)
+    ids[-1:] = last
+    return reason
+
+
+_ENDS = "an answer ends among accepted drafts"
 _NO_PAIRS, _NO_IDS = np.empty((0, 2), np.int64), np.empty(0, np.int64)
 CONTROLS = {
     "penalties count the drafts before a sample": lambda _: _changed_counts(assumed=_NO_PAIRS),
@@ -270,6 +351,7 @@ CONTROLS = {
     "each token has its own logprobs": lambda _: mock.patch.object(
         engine_module, "accept", _first_logprobs
     ),
+    _ENDS: lambda _: mock.patch.object(engine_module, "_append", _end_at_the_last),
     "each draft has its own mask": lambda bench: mock.patch.object(
         bench, "repeats_masks", new=True
     ),
@@ -278,7 +360,8 @@ CONTROLS = {
 
 @pytest.mark.parametrize("rule", CONTROLS)
 def test_an_answer_changes_if_a_rule_is_dropped(bench: Bench, rule: str) -> None:
-    engine = bench.engine(4, 0.7)
+    # More drafts are right where an answer ends among them.
+    engine = bench.engine(*((8, 1.0) if rule == _ENDS else (4, 0.7)))
     with CONTROLS[rule](bench):
         found = bench.run(engine)
     with pytest.raises(AssertionError):
