@@ -163,3 +163,18 @@ def test_experts_that_do_not_fit_are_named(tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match="the configuration says 2"):
             open_checkpoint(other.spec, fused, torch.float32)
     assert any("base_layer" in name for name in load_file(fused / "adapter_model.safetensors"))
+
+
+def test_graphs_can_be_captured_beside_an_adapter_of_experts(tmp_path: Path) -> None:
+    """The graphs leave the experts' changes out, so they fit once the adapter has left its slot."""
+    base = text_oracle.make_text_oracle(
+        text_oracle.CONFIGS["qwen3-moe-biases-tied"](), tmp_path / "model"
+    )
+    adapted_oracle(base, tmp_path / "adapter", target_parameters=FUSED, target_modules=[])
+    harness = Harness(base.directory, adapters=(tmp_path / "adapter",), max_adapters=2)
+    adapters = harness.runner.computer.model.adapters
+    assert adapters is not None
+    adapters.note_capture()
+    assert not adapters.fit_graphs
+    adapters.unload(0)
+    assert adapters.fit_graphs

@@ -149,7 +149,11 @@ class Adapters:
 
     def note_capture(self) -> None:
         """Notes that CUDA graphs have been captured, with the factors that layers have now."""
-        self._captured = {layer: stack.factors for layer, stack in self._stacks().items()}
+        self._captured = {
+            layer: stack.factors
+            for layer, stack in self._stacks().items()
+            if not isinstance(layer, StackedLinear)  # no graph has the factors of experts
+        }
         self._note_fit()
 
     def _note_fit(self) -> None:

@@ -71,6 +71,16 @@ def test_steps_of_decodes_are_laid_out_as_any_step(seed: int) -> None:
             assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist(), name
 
 
+def test_a_piece_of_one_token_that_samples_nothing_takes_no_samples_place() -> None:
+    """Row 4 has a piece of a prompt, which goes on with the next step. Row 6 ends its prompt."""
+    made = step((2, 9, 1), (4, 5, 1), (6, 7, 1))
+    made.samples = np.array([0, 2])
+    found, expected = arrays(made), of_chunks(made, CAPACITIES, MAX_DRAFTS)
+    assert found.groups[0].tolist() == [2, 6]
+    assert found.groups.tolist() == expected.groups.tolist()
+    assert found.tokens.tolist() == expected.tokens.tolist()
+
+
 def test_blocks_that_a_step_adds_count() -> None:
     made = step((0, 11, 1), (3, 12, 1))
     made.block_updates = np.array([3 * MAX_BLOCKS + 3, 3 * MAX_BLOCKS + 4]), np.zeros(2, np.int32)

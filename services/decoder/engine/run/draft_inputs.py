@@ -94,13 +94,16 @@ def lay_out(
         changed, last = np.divmod(step.block_updates[0], max_blocks)
         capacities = capacities.copy()
         capacities[changed] = (last + 1) * block_size  # a row's new blocks come in their order
-    if step.num_decodes == len(step.seq_lens):
+    samples_all = len(step.samples) == step.tokens.shape[1]
+    if step.num_decodes == len(step.seq_lens) and samples_all:
         return _of_decodes(step, capacities, max_drafts)
     return of_chunks(step, capacities, max_drafts)
 
 
 def _of_decodes(step: StepInputs, capacities: IntArray, max_drafts: int) -> DraftArrays:
-    """Lays out a step of decodes alone, the most frequent step, in a third of the time."""
+    """Lays out a step of decodes alone, each of which samples: the most frequent step, in a third
+    of the time.
+    """
     rows, count = step.chunks[OfChunk.ROW], len(step.seq_lens)
     order = np.arange(-1, count, dtype=np.int32)
     is_first = np.empty(count, bool)
