@@ -9,6 +9,10 @@ on the number of adapters nor on which token has which. CTAs without such a toke
 Few tokens leave most SMs idle during shrink, so its columns are split among CTAs, each of which
 writes a partial product. Expand adds the partial products, and loads `b` before it waits for them.
 
+A variant of a kernel takes up to a second to compile, so constants depend on classes of token
+counts, on the rank and on the number of slots, but neither on the sizes of a layer nor on the slots
+that occur in a step. A model needs about 18 variants, all of which run during warm-up.
+
 The reference implementations are in `kernels.adapters.plain`. Here, the change is added before the
 output is rounded.
 """
@@ -27,8 +31,10 @@ from kernels.gemm.skinny_gemm import load_reduced
 
 _FEW_TOKENS = 64  # tokens of a tile at most
 _SHRINK_COLUMNS = 128  # columns of a pipeline stage of shrink
-_SHRINK_CTAS = 264  # CTAs that split the columns of shrink: two for each SM of an H100
-_MAX_SPLITS = 8
+# Parts of the columns of shrink, by the largest number of tokens. A prompt mostly has one slot, so
+# the tiles of few tokens leave SMs idle. Each part costs expand a pass over the products.
+_SPLITS = ((512, 8), (1536, 4))
+_LEAST_SPLITS = 2
 _CHUNK = 256  # columns of `b`, of all slots together, that expand multiplies at the same time
 _MANY_CHUNK = 64  # the same for many tokens, whose tiles mostly have one slot
 _MODULES = 4  # modules of a layer at most
@@ -65,11 +71,10 @@ def shrink_adapters(
     _, modules, rank, _ = factors.a.shape
     height = modules * rank
     tokens = _tile_of_tokens(num_tokens)
-    tile = LEAST_RANK if num_tokens <= _FEW_TOKENS else min(64, triton.next_power_of_2(height))
+    tile = LEAST_RANK if num_tokens <= _FEW_TOKENS else 32 if height <= 32 else 64
     tiles = triton.cdiv(height, tile)
     blocks = triton.cdiv(num_tokens, tokens)
-    slots = min(rows.last - rows.first, num_tokens)
-    splits = num_splits(blocks * tiles * slots, num_columns)
+    splits = min(num_splits(num_tokens), triton.cdiv(num_columns, _SHRINK_COLUMNS))
     span = triton.cdiv(triton.cdiv(num_columns, splits), _SHRINK_COLUMNS) * _SHRINK_COLUMNS
     splits = triton.cdiv(num_columns, span)
     out = torch.empty(splits, num_tokens, modules, rank, dtype=torch.float32, device=x.device)
@@ -82,14 +87,13 @@ def shrink_adapters(
         0.0 if norm is None else norm.eps,
         num_tokens,
         rows.first,
-        COLUMNS=num_columns,
-        HEIGHT=height,
+        num_columns,
+        height,
+        span,
         TOKENS=tokens,
         ROWS=tile,
         TILE=_SHRINK_COLUMNS,
-        SPAN=span,
-        WIDTH=triton.next_power_of_2(num_columns),
-        NORM=norm is not None,
+        WIDTH=triton.next_power_of_2(num_columns) if norm is not None else 0,
         PDL=pdl,
         num_warps=4,
         num_stages=4,
@@ -98,16 +102,13 @@ def shrink_adapters(
     return out
 
 
-def num_splits(ctas: int, num_columns: int) -> int:
-    """Number of parts of the columns, for `ctas` CTAs that each have all columns."""
-    splits = 1
-    while splits < _MAX_SPLITS and ctas * splits * 2 <= _SHRINK_CTAS:
-        splits *= 2
-    return min(splits, -(-num_columns // _SHRINK_COLUMNS))
+def num_splits(num_tokens: int) -> int:
+    """Number of parts into which shrink splits the columns, if there are enough columns."""
+    return next((splits for most, splits in _SPLITS if num_tokens <= most), _LEAST_SPLITS)
 
 
 def _tile_of_tokens(num_tokens: int) -> int:
-    return min(max(16, 1 << (num_tokens - 1).bit_length()), _FEW_TOKENS)
+    return 16 if num_tokens <= 16 else _FEW_TOKENS
 
 
 def _expand(
@@ -127,9 +128,11 @@ def _expand(
     tile = 64 if is_few else 128
     if is_swiglu:
         tile //= 2  # of gate, and as many of up
+    is_scaled = factors.factor is not None
     sizes = (*factors.sizes, *[0] * (_MODULES - modules))
     tiles = sum(triton.cdiv(size, tile) for size in sizes[: 1 if is_swiglu else _MODULES])
-    width = (rows.last - rows.first) * rank
+    # The range of a step's slots is no constant: a step must not wait for a compilation.
+    width = rows.count * rank
     most = _MANY_CHUNK if not is_few else _CHUNK if tokens < _FEW_TOKENS else _CHUNK // 2
     chunk = min(most, triton.next_power_of_2(width))
     _expand_kernel[tiles, triton.cdiv(num_tokens, tokens)](
@@ -144,20 +147,18 @@ def _expand(
         rows.first,
         rows.last,
         factors.b.stride(0),
-        SIZE0=sizes[0],
-        SIZE1=sizes[1],
-        SIZE2=sizes[2],
-        SIZE3=sizes[3],
-        BASE_SPLITS=0 if base.dim() == 2 else len(base),
+        *sizes,
+        modules,
+        # Without SwiGLU and DoRA, the other partials of the base layer's output are not read.
+        BASE_SPLITS=len(base) if base.dim() == 3 and (is_swiglu or is_scaled) else 0,
         SPLITS=splits,
-        MODULES=modules,
         RANK=rank,
         TOKENS=tokens,
         ROWS=tile,
         CHUNK=chunk,
         ALONE=width <= chunk,
         SWIGLU=is_swiglu,
-        DORA=factors.factor is not None,
+        DORA=is_scaled,
         BIAS=factors.bias is not None,
         PDL=pdl,
         num_warps=8 if tokens == _FEW_TOKENS else 4,
@@ -175,50 +176,52 @@ def _shrink_kernel(
     eps,
     num_tokens,
     first_slot,
-    COLUMNS: tl.constexpr,
-    HEIGHT: tl.constexpr,
+    num_columns,
+    height,
+    span,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    SPAN: tl.constexpr,
     WIDTH: tl.constexpr,
-    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes a tile of rows of a slot's `a`, `[HEIGHT, COLUMNS]`, for a tile of tokens."""
-    TILES: tl.constexpr = (HEIGHT + ROWS - 1) // ROWS
-    slot = first_slot + tl.program_id(0) // TILES
-    row = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
+    """Computes a tile of rows of a slot's `a`, `[height, num_columns]`, for a tile of tokens.
+
+    WIDTH is 0 if the input is normalized.
+    """
+    tiles = (height + ROWS - 1) // ROWS
+    slot = first_slot + tl.program_id(0) // tiles
+    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
-    is_row = row < HEIGHT
+    is_row = row < height
     own = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1) == slot
-    column = split * SPAN + tl.arange(0, TILE)
-    weights = a_ptr + (slot.to(tl.int64) * HEIGHT + row)[:, None] * COLUMNS + column[None, :]
-    inputs = x_ptr + token.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    column = split * span + tl.arange(0, TILE)
+    weights = a_ptr + (slot.to(tl.int64) * height + row)[:, None] * num_columns + column[None, :]
+    inputs = x_ptr + token.to(tl.int64)[:, None] * num_columns + column[None, :]
     # A CTA without tokens waits, too: the next kernel waits for this one alone.
     wait_for_earlier(PDL)
     if tl.max(own.to(tl.int32), 0) > 0:
         scale = 1.0
-        if NORM:
+        if WIDTH:
             each = tl.arange(0, WIDTH)
-            values = tl.load(x_ptr + each, mask=each < COLUMNS, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(values * values) / COLUMNS + eps)
+            values = tl.load(x_ptr + each, mask=each < num_columns, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(values * values) / num_columns + eps)
         acc = tl.zeros((TOKENS, ROWS), tl.float32)
-        for at in tl.range(0, SPAN, TILE):
-            inside = column + at < COLUMNS
+        for at in tl.range(0, span, TILE):
+            inside = column + at < num_columns
             weight = tl.load(weights + at, mask=is_row[:, None] & inside[None, :], other=0.0)
             x = tl.load(inputs + at, mask=own[:, None] & inside[None, :], other=0.0)
-            if NORM:
+            if WIDTH:
                 norm = tl.load(norm_ptr + column + at, mask=inside, other=0.0)
                 x = normed(x.to(tl.float32), norm[None, :], scale, weight.dtype)
                 x = x.to(weight.dtype)
             acc = tl.dot(x, tl.trans(weight), acc)
-        place = (split * num_tokens + token).to(tl.int64)[:, None] * HEIGHT + row[None, :]
+        place = (split * num_tokens + token).to(tl.int64)[:, None] * height + row[None, :]
         tl.store(out_ptr + place, acc, mask=own[:, None] & is_row[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_slot", "last_slot"])
+@triton.jit(do_not_specialize=["num_tokens", "first_slot", "last_slot", "modules"])
 def _expand_kernel(
     base_ptr,
     out_ptr,
@@ -231,13 +234,13 @@ def _expand_kernel(
     first_slot,
     last_slot,
     b_stride,
-    SIZE0: tl.constexpr,
-    SIZE1: tl.constexpr,
-    SIZE2: tl.constexpr,
-    SIZE3: tl.constexpr,
+    size0,
+    size1,
+    size2,
+    size3,
+    modules,
     BASE_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
-    MODULES: tl.constexpr,
     RANK: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -253,13 +256,13 @@ def _expand_kernel(
     The columns of `b`, `[N, slots * rank]`, are those of all slots. A token's products stand at the
     columns of its own slot, and elsewhere are zeros.
     """
-    NUM_ROWS: tl.constexpr = SIZE0 + SIZE1 + SIZE2 + SIZE3
+    num_rows = size0 + size1 + size2 + size3
     tile = tl.program_id(0)
     row, is_row, module = tile * ROWS + tl.arange(0, ROWS), tl.full((ROWS,), True, tl.int1), 0
     if SWIGLU:
-        is_row = row < SIZE0
+        is_row = row < size0
     else:
-        row, is_row, module = _rows_of_tile(tile, SIZE0, SIZE1, SIZE2, SIZE3, ROWS)
+        row, is_row, module = _rows_of_tile(tile, size0, size1, size2, size3, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < num_tokens
     slot = tl.load(slots_ptr + token, mask=is_token, other=-1).to(tl.int32)
@@ -271,15 +274,18 @@ def _expand_kernel(
     if ALONE:  # no earlier kernel of the step writes factors
         column = first + tl.arange(0, CHUNK)
         used = tl.max((slot[:, None] == (column // RANK)[None, :]).to(tl.int32), 0) > 0
+        # All columns of a slot are used, or none. The compiler cannot know, and would load them one
+        # by one.
+        used = tl.max_constancy(used, 16)  # the smallest rank
         b = _factors(b_ptr, row, is_row, column, used, b_stride)
         if SWIGLU:
-            up_b = _factors(b_ptr, row + SIZE0, is_row, column, used, b_stride)
+            up_b = _factors(b_ptr, row + size0, is_row, column, used, b_stride)
     wait_for_earlier(PDL)
     if SWIGLU or has_any:
         acc = tl.zeros((TOKENS, ROWS), tl.float32)
         up_acc = acc
-        stride = num_tokens.to(tl.int64) * (MODULES * RANK)
-        own = products_ptr + token.to(tl.int64) * (MODULES * RANK) + module * RANK
+        stride = num_tokens.to(tl.int64) * (modules * RANK)
+        own = products_ptr + token.to(tl.int64) * (modules * RANK) + module * RANK
         if ALONE:
             if has_any:
                 x = _products(own, slot, first, stride, SPLITS, RANK, CHUNK, b.dtype)
@@ -297,27 +303,27 @@ def _expand_kernel(
                     x = _products(own, slot, at, stride, SPLITS, RANK, CHUNK, b.dtype)
                     acc = tl.dot(x, tl.trans(b), acc)
                     if SWIGLU:
-                        b = _factors(b_ptr, row + SIZE0, is_row, column, used, b_stride)
+                        b = _factors(b_ptr, row + size0, is_row, column, used, b_stride)
                         x = _products(own + RANK, slot, at, stride, SPLITS, RANK, CHUNK, b.dtype)
                         up_acc = tl.dot(x, tl.trans(b), up_acc)
         inside = is_token[:, None] & is_row[None, :]
-        at_base = token.to(tl.int64)[:, None] * NUM_ROWS + row[None, :]
+        at_base = token.to(tl.int64)[:, None] * num_rows + row[None, :]
         scale = known[:, None] & is_row[None, :]
-        at_factor = slot.to(tl.int64)[:, None] * NUM_ROWS + row[None, :]
-        whole = num_tokens.to(tl.int64) * NUM_ROWS
+        at_factor = slot.to(tl.int64)[:, None] * num_rows + row[None, :]
+        whole = num_tokens.to(tl.int64) * num_rows
         if SWIGLU:
             dtype: tl.constexpr = out_ptr.dtype.element_ty
             gate = load_reduced(base_ptr, at_base, inside, whole, BASE_SPLITS, dtype)
-            at_up = at_base + SIZE0
+            at_up = at_base + size0
             up = load_reduced(base_ptr, at_up, inside, whole, BASE_SPLITS, dtype)
             gate, up = gate.to(tl.float32), up.to(tl.float32)
             if DORA:
                 factor = tl.load(factor_ptr + at_factor, mask=scale, other=1.0)
                 gate = _scaled(gate, factor, bias_ptr, row, is_row, BIAS)
-                factor = tl.load(factor_ptr + at_factor + SIZE0, mask=scale, other=1.0)
-                up = _scaled(up, factor, bias_ptr, row + SIZE0, is_row, BIAS)
+                factor = tl.load(factor_ptr + at_factor + size0, mask=scale, other=1.0)
+                up = _scaled(up, factor, bias_ptr, row + size0, is_row, BIAS)
             found = swiglu((gate + acc).to(dtype), (up + up_acc).to(dtype))
-            place = token.to(tl.int64)[:, None] * SIZE0 + row[None, :]
+            place = token.to(tl.int64)[:, None] * size0 + row[None, :]
             tl.store(out_ptr + place, found, mask=inside)
         else:
             inside &= known[:, None]
@@ -335,23 +341,25 @@ def _expand_kernel(
 @triton.jit
 def _rows_of_tile(
     tile,
-    SIZE0: tl.constexpr,
-    SIZE1: tl.constexpr,
-    SIZE2: tl.constexpr,
-    SIZE3: tl.constexpr,
+    size0,
+    size1,
+    size2,
+    size3,
     ROWS: tl.constexpr,
 ):
     """Returns a tile's rows, which of them exist, and the tile's module. No tile has two."""
-    C0: tl.constexpr = (SIZE0 + ROWS - 1) // ROWS
-    C1: tl.constexpr = C0 + (SIZE1 + ROWS - 1) // ROWS
-    C2: tl.constexpr = C1 + (SIZE2 + ROWS - 1) // ROWS
-    second, third, fourth = tile >= C0, tile >= C1, tile >= C2
+    second_tile = (size0 + ROWS - 1) // ROWS
+    third_tile = second_tile + (size1 + ROWS - 1) // ROWS
+    fourth_tile = third_tile + (size2 + ROWS - 1) // ROWS
+    second, third, fourth = tile >= second_tile, tile >= third_tile, tile >= fourth_tile
     module = second.to(tl.int32) + third.to(tl.int32) + fourth.to(tl.int32)
-    before = tl.where(fourth, C2, tl.where(third, C1, tl.where(second, C0, 0)))
-    start = tl.where(third, SIZE0 + SIZE1, tl.where(second, SIZE0, 0))
-    start = tl.where(fourth, SIZE0 + SIZE1 + SIZE2, start)
-    size = tl.where(third, SIZE2, tl.where(second, SIZE1, SIZE0))
-    size = tl.where(fourth, SIZE3, size)
+    before = tl.where(
+        fourth, fourth_tile, tl.where(third, third_tile, tl.where(second, second_tile, 0))
+    )
+    start = tl.where(third, size0 + size1, tl.where(second, size0, 0))
+    start = tl.where(fourth, size0 + size1 + size2, start)
+    size = tl.where(third, size2, tl.where(second, size1, size0))
+    size = tl.where(fourth, size3, size)
     row = (tile - before) * ROWS + tl.arange(0, ROWS)
     return row + start, row < size, module
 
@@ -384,7 +392,10 @@ def _products(
     """
     WIDTH: tl.constexpr = min(RANK, CHUNK)
     GROUP: tl.constexpr = CHUNK // WIDTH
-    places = own[:, None] + (at % RANK + tl.arange(0, WIDTH))[None, :]
+    column = tl.arange(0, WIDTH)
+    if RANK > CHUNK:
+        column += tl.multiple_of(at % RANK, CHUNK)
+    places = own[:, None] + column[None, :]
     chosen = (slot >= at // RANK) & (slot < at // RANK + GROUP)
     total = tl.load(places, mask=chosen[:, None], other=0.0)
     for split in tl.static_range(1, SPLITS):

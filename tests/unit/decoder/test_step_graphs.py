@@ -16,7 +16,13 @@ import torch
 
 from services.decoder.attention.base import StepLengths
 from services.decoder.attention.sdpa import SdpaBackend
-from services.decoder.engine.run.graph_sizes import crowded_buckets, mixed_buckets
+from services.decoder.engine.run.graph_sizes import (
+    adapted_sizes,
+    crowded_buckets,
+    decode_buckets,
+    mixed_buckets,
+    prompt_buckets,
+)
 from services.decoder.engine.run.graphs import (
     DecodeGraphs,
     Graphs,
@@ -244,6 +250,34 @@ def test_the_slots_of_adapters_lie_where_they_lay_at_the_capture(harness: Harnes
     staged = computer.stage_inputs(mixed.padded(step, 64), mixed)
     assert staged.places.adapters == captured is not None
     assert host(captured).tolist() == [1, 0, 0, 0] + [-1] * 60
+
+
+def test_a_step_with_adapters_is_padded_to_a_size_that_is_captured_for_such_steps(
+    harness: Harness,
+) -> None:
+    graphs = DecodeGraphs(harness.runner.computer.parts, NO_MEMORY)
+    for kind in (Kind(1), Kind(2), Kind(3), Kind(1, adapted=True), Kind(4, adapted=True)):
+        graphs._add(kind, NO_MEMORY)
+    sizes = {False: (1, 2, 3, None), True: (1, 4, 4, 4)}
+    for adapted, expected in sizes.items():
+        for count, size in enumerate(expected, 1):
+            step = harness.runner.computer.scratch([1] * count)
+            step = step.for_adapters() if adapted else step
+            assert graphs._size(count, step) == size
+    graphs.keep({Kind(3), Kind(1, adapted=True)})
+    assert graphs._size(1, harness.runner.computer.scratch([1])) == 3
+
+
+def test_sizes_for_adapters_are_fewer_and_pad_by_a_quarter() -> None:
+    for sizes, decodes in ((decode_buckets(256), True), (prompt_buckets(8192), False)):
+        found = adapted_sizes(sizes, 535, decodes=decodes)
+        most = sizes[-1] if decodes else 1024
+        assert set(found) <= set(sizes) and found[0] == sizes[0] and found[-1] == most
+        assert len(found) < len(sizes) * 2 / 3
+        for count in range(1, most + 1):
+            first, size = (next(each for each in of if each >= count) for of in (sizes, found))
+            assert size == first or size <= 1.25 * count
+    assert adapted_sizes([], 535, decodes=False) == []
 
 
 def test_drafts_are_decodes_of_a_graph_without_the_fused_kernel(harness: Harness) -> None:

@@ -1,4 +1,7 @@
-"""The kernels of adapters compile for each GPU and fit its shared memory."""
+"""The kernels of adapters compile for each GPU and fit its shared memory, in few variants."""
+
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,3 +47,50 @@ def test_shrink_and_expand_compile_and_fit(device: str, rank: int, counts: tuple
         assert launch.shared_bytes <= gpu.shared_memory_bytes, launch.name
         if gpu.supports_pdl:  # a CTA without tokens waits, too
             assert "griddepcontrol.wait" in launch.ptx
+
+
+class _Variants:
+    """Stands for a kernel, and notes the constants of its launches."""
+
+    def __init__(self, seen: set[Any]) -> None:
+        self.seen = seen
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.launch
+
+    def launch(self, *arguments: Any, **constants: Any) -> None:
+        kinds = [each.dtype if torch.is_tensor(each) else type(each) for each in arguments]
+        self.seen.add((id(self), *kinds, *sorted(constants.items())))
+
+
+def test_a_model_needs_few_variants_and_no_step_another() -> None:
+    """A variant takes up to a second to compile. Layers of the 8B, rank 16, eight slots."""
+    like, slots, seen = torch.empty(0, dtype=torch.bfloat16, device="meta"), 8, set[Any]()
+    sizes = ((4096, 1024, 1024), 4096), ((4096,), 4096), ((12288, 12288), 4096), ((4096,), 12288)
+    layers = [SlotFactors.zeros(rows, columns, slots, 16, like) for rows, columns in sizes]
+    norm = RMSNorm(4096, 1e-6)
+
+    def step(count: int, first: int = 0, last: int = slots) -> None:
+        ids = torch.zeros(count, dtype=torch.int64, device="meta")
+        rows = AdapterRows(ids, slots, first, last)
+        for layer in layers:
+            first_of_block = norm if count == 1 and layer.a.shape[1] > 1 else None
+            x = like.new_empty(count, layer.a.shape[-1])
+            products = shrink_expand.shrink_adapters(x, first_of_block, layer, rows, pdl=2)
+            out = like.new_empty(count, sum(layer.sizes))
+            if 1 < count <= 64:
+                out = torch.empty(2, *out.shape, device="meta")
+            is_gate_up, expand = len(layer.sizes) == 2, shrink_expand.expand_adapters
+            expand = shrink_expand.expand_adapters_swiglu if is_gate_up else expand
+            expand(out, products, layer, rows, pdl=2)
+
+    names = "_shrink_kernel", "_expand_kernel"
+    with mock.patch.multiple(shrink_expand, **{name: _Variants(seen) for name in names}):
+        for count in (1, 2, 64, 512, 1024, 4096):  # sizes of warm-up and of graphs
+            step(count)
+        assert len(seen) <= 18
+        warm = set(seen)
+        for count in (1, 3, 17, 33, 65, 500, 1111, 8000):
+            for first, last in ((0, 8), (3, 4), (2, 4), (0, 5), (7, 8)):
+                step(count, first, last)
+    assert seen == warm

@@ -1,5 +1,7 @@
 """The sizes of steps for which CUDA graphs are captured. A step is padded to the next size."""
 
+from collections.abc import Sequence
+
 from kernels.tuning import (
     MAX_CAPTURED_CROWD,
     MAX_CAPTURED_DECODES,
@@ -51,3 +53,25 @@ def crowded_buckets(
     decodes = min(MOST_CAPTURED_DECODES, max_num_sequences)
     most = min(MAX_CAPTURED_CROWD, 2 * launch_hiding_tokens)
     return [n for n in mixed_buckets(max_num_tokens) if decodes < n <= most]
+
+
+def adapted_sizes(sizes: Sequence[int], launch_hiding_tokens: int, *, decodes: bool) -> list[int]:
+    """Returns the sizes to capture for steps with adapters, out of those to capture for others.
+
+    Each size has a graph more, so these sizes are fewer, to keep the start short. A step is padded
+    by at most a quarter where the other sizes allow it. Such a step has up to twice as many
+    launches, which eager steps of more than `2 * launch_hiding_tokens` tokens hide.
+
+    Args:
+        sizes: sizes to capture, ascending.
+        launch_hiding_tokens: number of tokens from which on an eager step of the base model is
+            nearly as fast as a graph.
+        decodes: True if the steps have decodes alone, of which any number is captured.
+    """
+    fitting = [size for size in sizes if decodes or size <= 2 * launch_hiding_tokens]
+    found: list[int] = []
+    for index, size in enumerate(fitting):
+        following = fitting[index + 1 : index + 2]
+        if not found or not following or following[0] > found[-1] * 1.25:
+            found.append(size)
+    return found

@@ -320,7 +320,8 @@ class _GraphSet:
     def __init__(self, parts: StepParts, memory: GraphMemory) -> None:
         self.parts, self._memory = parts, memory
         self._captured: dict[Kind, _Captured] = {}
-        self._sizes: list[int] = []  # of the captured kinds, ascending
+        # Sizes of the captured kinds, ascending, of steps without and with adapters.
+        self._sizes: dict[bool, list[int]] = {False: [], True: []}
         self.logits: Tensor | None = None
 
     def scratch_step(self, lengths: list[int]) -> StepInputs:
@@ -341,12 +342,21 @@ class _GraphSet:
     def keep(self, kinds: set[Kind]) -> None:
         """Drops the graphs of all other kinds."""
         self._captured = {kind: found for kind, found in self._captured.items() if kind in kinds}
-        self._sizes = sorted({kind.size for kind in self._captured})
+        self._note_sizes()
 
-    def _size(self, least: int) -> int | None:
-        """Returns the smallest captured size that is at least `least`, or None."""
-        place = bisect_left(self._sizes, least)
-        return self._sizes[place] if place < len(self._sizes) else None
+    def _note_sizes(self) -> None:
+        for adapted in self._sizes:
+            sizes = {kind.size for kind in self._captured if kind.adapted == adapted}
+            self._sizes[adapted] = sorted(sizes)
+
+    def _size(self, least: int, step: StepInputs) -> int | None:
+        """Returns the smallest size that is captured for such a step, and at least `least`.
+
+        Returns None if there is no such size.
+        """
+        sizes = self._sizes[step.is_adapted]
+        place = bisect_left(sizes, least)
+        return sizes[place] if place < len(sizes) else None
 
     def _capture(
         self, kind: Kind, step: StepInputs, rows: Tensor | None, sampled: Tensor | None = None
@@ -395,7 +405,7 @@ class _GraphSet:
 
     def _add(self, kind: Kind, captured: _Captured) -> None:
         self._captured[kind] = captured
-        self._sizes = sorted({kind.size for kind in self._captured})
+        self._note_sizes()
 
     def _replay(self, kind: Kind) -> tuple[Tensor, Tensor]:
         captured = self._captured[kind]
@@ -434,7 +444,7 @@ class DecodeGraphs(_GraphSet):
         count = len(step.seq_lens)
         if step.num_decodes != count or len(step.samples) != count or step.images:
             return False
-        if (size := self._size(count)) is None:
+        if (size := self._size(count, step)) is None:
             return False
         pad_decodes(step, size, self._padding)
         if size not in self._choices:
@@ -508,7 +518,7 @@ class PromptGraphs(_ChunkGraphs):
     def pad(self, step: StepInputs) -> bool:
         if len(step.seq_lens) != 1 or step.num_decodes or not self._is_faster(step):
             return False
-        size = self._size(step.tokens.shape[1])
+        size = self._size(step.tokens.shape[1], step)
         if size:  # every captured step samples; before the prompt's end the token is not read
             step.num_tokens, step.samples = size, np.zeros(1, np.int64)
         return size is not None
@@ -543,7 +553,7 @@ class MixedGraphs(_ChunkGraphs):
             return False
         if not self.least <= max(step.num_decodes, len(step.samples)) <= self._decodes:
             return False
-        size = self._size(step.tokens.shape[1]) if self._is_faster(step) else None
+        size = self._size(step.tokens.shape[1], step) if self._is_faster(step) else None
         if size:
             self.padded(step, size)
         return size is not None

@@ -22,6 +22,7 @@ from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.run import step_inputs
 from services.decoder.engine.run.drafter import Drafter
+from services.decoder.engine.run.graph_sizes import adapted_sizes
 from services.decoder.engine.run.graphs import DeviceState, Graphs, Kind, StepParts
 from services.decoder.engine.run.host_cache import HostCache
 from services.decoder.engine.run.images import ImageReader
@@ -238,12 +239,16 @@ class StepComputer:
             RuntimeError: another rank waits within a step whose capture has failed on this rank.
         """
         done, total = 0, sum(len(sizes) for _, sizes in wanted)
+        hiding = self.model.ops.table.facts.launch_hiding_tokens
         for graphs, sizes in wanted:
+            adapted: list[int] = []
+            if self.model.adapters is not None:
+                adapted = adapted_sizes(sizes, hiding, decodes=graphs.runs_decodes)
             try:
                 # The largest first, so that the smaller ones find their memory in the pool.
                 for size in sorted(sizes, reverse=True):
                     graphs.capture(self.stage_inputs(graphs.scratch(size), graphs))
-                    if self.model.adapters is not None:
+                    if size in adapted:
                         step = graphs.scratch(size).for_adapters()
                         graphs.capture(self.stage_inputs(step, graphs))
                     done += 1
