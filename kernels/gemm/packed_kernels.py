@@ -23,6 +23,7 @@ from kernels.gemm.skinny_gemm import num_splits, output_of
 TILE = 128  # columns of an iteration of a CTA
 _MOST_ROWS = 64  # largest number of rows of a CTA
 _PADDED = 16  # least number of tokens of a tensor core instruction
+_TO_E2M1 = tl.constexpr(2.0**126)  # see `widened`
 
 
 def split_k_partials(
@@ -145,12 +146,15 @@ def _skinny_kernel(
 
 @triton.jit
 def widened(codes, zero, scale, dtype: tl.constexpr, FLOAT: tl.constexpr):  # noqa: ANN201
-    """Converts codes minus their zero point, or e2m1 codes, exactly and multiplies by a scale."""
+    """Converts codes minus their zero point, or e2m1 codes, exactly and multiplies by a scale.
+
+    The exponent and mantissa of an e2m1 code become those of a float32 with the lowest exponents,
+    subnormal numbers included, and a factor of 2^126 corrects the exponent.
+    """
     if FLOAT:
         bits = codes.to(tl.int32)
-        exponent, mantissa = (bits >> 1) & 3, bits & 1
-        size = tl.where(exponent == 0, mantissa * 2, (2 + mantissa) << exponent).to(tl.float32)
-        values = tl.where(bits >= 8, -size, size) * 0.25
+        bits = ((bits & 8) << 28) | ((bits & 7) << 22)
+        values = bits.to(tl.float32, bitcast=True) * _TO_E2M1
     else:
         values = codes.to(tl.float32) - zero
     return (values * scale).to(dtype)

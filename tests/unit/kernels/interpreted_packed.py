@@ -69,6 +69,15 @@ def check_e2m1(tokens: int, rows: int, columns: int, group: int, row_scales: boo
     assert_close(partials.view(-1, tokens, rows).sum(0), expected + bias, atol=2e-3, rtol=1e-5)
 
 
+def check_e2m1_codes() -> None:
+    """Every code has exactly its value: a row of each byte, times a one at either place of it."""
+    codes = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 64).contiguous()
+    weight = PackedWeight(codes, torch.ones(256, 1).half(), None, 4, 128, 128, True)
+    found = summed(packed_kernels.split_k_partials, torch.eye(2, 128), weight, device=DEVICE)
+    assert found.equal(packed_weight.dequantize(weight, torch.float32)[:, :2].t())
+    assert found[0, :8].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
 def check_tiles(tokens: int, rows: int, columns: int, group: int, zeros: bool) -> None:
     weight = packed_weight.tiled(make(rows, columns, 4, group, zeros))
     x, bias = torch.randn(tokens, columns), torch.randn(rows)
@@ -133,6 +142,7 @@ if __name__ == "__main__":
     assert splits >= {1, 2, 4}, splits
     check_e2m1(3, 48, 256, 16, True)
     check_e2m1(16, 64, 512, 32, False)
+    check_e2m1_codes()
     check_experts(9, (10, 64, 96, 2), "w4a16", MoEGemmConfig(16, 32, 32, 2, 4))
     check_experts(9, (5, 128, 256, 2), "int8", MoEGemmConfig(16, 32, 64, 2, 4, w8a8=True))
     tiles = MoETilesConfig(16, 2)
