@@ -295,8 +295,8 @@ def _gemm_configs(device: DeviceFacts, count: int, *, w8a8: bool) -> Iterator[Mo
     return (config for config in found if config.shared_bytes() <= device.shared_memory_bytes)
 
 
-def write_model(directory: Path, text: TextSpec) -> None:
-    """A config.json of this shape, as a text model, for random weights."""
+def write_model(directory: Path, text: TextSpec, weight_format: str) -> None:
+    """A config.json of this shape, as a text model, for random weights; in bf16 or FP8 blocks."""
     moe = text.moe
     assert moe is not None
     directory.mkdir(parents=True, exist_ok=True)
@@ -311,6 +311,11 @@ def write_model(directory: Path, text: TextSpec) -> None:
         "moe_intermediate_size": moe.intermediate_size, "eos_token_id": 0,
         "tie_word_embeddings": text.tie_word_embeddings,
     }  # fmt: skip
+    if weight_format == "fp8_block":
+        config["quantization_config"] = {
+            "quant_method": "fp8", "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", "re:.*mlp.gate$"],
+        }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
 
 
@@ -329,7 +334,7 @@ def main() -> None:
     chosen = parser.parse_args()
     text = SHAPES[chosen.shape]
     if chosen.write_model:
-        write_model(chosen.write_model, text)
+        write_model(chosen.write_model, text, chosen.format)
         return
     rates = chosen.bandwidth * 1e12, chosen.rate * 1e12
     if chosen.variants:

@@ -148,23 +148,29 @@ def _quantize(
 
 
 @triton.jit
-def _larger(one, other):
+def larger(one, other):  # noqa: ANN201 - Triton blocks have no type
+    """Computes the maximum, which is NaN if an operand is NaN."""
     return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _scale_of(x, LARGEST: tl.constexpr):
+def amax_of(x):  # noqa: ANN201 - Triton blocks have no type
+    """Computes the largest magnitude of each row."""
+    return tl.reduce(tl.abs(x), 1, larger)
+
+
+@triton.jit
+def scale_of(amax, LARGEST: tl.constexpr):  # noqa: ANN201 - Triton blocks have no type
     """Computes the scale of each row: the largest magnitude divided by LARGEST.
 
     The scale is at least the smallest normal number, and 1 for a row of zeros. It is NaN if a value
     is NaN, because quantized integers would hide the NaN.
     """
-    amax = tl.reduce(tl.abs(x), 1, _larger)
-    return tl.where(amax == 0, 1.0, _larger(tl.div_rn(amax, LARGEST), _LEAST))
+    return tl.where(amax == 0, 1.0, larger(tl.div_rn(amax, LARGEST), _LEAST))
 
 
 @triton.jit
-def _quotient(x, scale):
+def quotient(x, scale):  # noqa: ANN201 - Triton blocks have no type
     """Computes `x / scale`, rounded once, in three instructions per element instead of ten.
 
     The product with the reciprocal is corrected by its exact remainder (Markstein, 1990).
@@ -221,8 +227,8 @@ def _quantize_kernel(
         x = x.to(dtype).to(tl.float32)
     if NORM:
         x = normed(x, norm, tl.rsqrt(tl.sum(x * x) / num_columns + eps), dtype)
-    scale = _scale_of(x, LARGEST)
-    values = tl.clamp(_quotient(x, scale[:, None]), -LARGEST, LARGEST)
+    scale = scale_of(amax_of(x), LARGEST)
+    values = tl.clamp(quotient(x, scale[:, None]), -LARGEST, LARGEST)
     if values_ptr.dtype.element_ty == tl.int8:
         # The addition rounds to nearest even, and the lowest bits of the sum are the integer.
         values = (values + _HALF).to(tl.int32, bitcast=True)

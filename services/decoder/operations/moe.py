@@ -9,9 +9,10 @@
 | plain        | any    | `experts.moe`                                                   |
 
 All implementations but `plain` add to the residual stream in place. FP8 weights are converted to
-the activations' data type in registers (`gemv`), or multiplied with quantized activations. Weights
-that no kernel can read (sizes that no tile divides, a checkpoint of two formats) are dequantized
-before `grouped_gemm`, the whole layer at each call, which is slow.
+the activations' data type in registers (`gemv`), or multiplied with quantized activations. On
+Hopper, `grouped_gemm` uses the kernels of `moe_warpgroups` for FP8 if experts have many rows.
+Weights that no kernel can read (sizes that no tile divides, a checkpoint of two formats) are
+dequantized before `grouped_gemm`, the whole layer at each call, which is slow.
 """
 
 from functools import partial
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from kernels import tuning
 from kernels.device import DeviceFacts
-from kernels.experts import moe_bytes, moe_gemm, moe_gemv, moe_tiles
+from kernels.experts import moe_bytes, moe_gemm, moe_gemv, moe_tiles, moe_warpgroups
 from kernels.experts.moe_routing import Routing, route
 from kernels.experts.moe_weights import ExpertWeights
 from kernels.gemm import gemv, skinny_gemm
@@ -108,6 +109,11 @@ class MoEKernels:
     def _grouped_gemm(
         self, x: Tensor, router: Router, up: ExpertWeights, down: ExpertWeights, residual: Tensor
     ) -> None:
+        is_many = self._mean_rows(len(x)) > tuning.MOE_WARPGROUPS_ROWS
+        if is_many and moe_warpgroups.fits(self._device, up, down):
+            routing = self._route(x, router, moe_warpgroups.TOKENS)
+            moe_warpgroups.experts(x, routing, up, down, residual, pdl=self._pdl)
+            return
         config = self.gemm_config(len(x), up, down)
         gemm = partial(moe_gemm.launch_gemm, config=config, pure=self._pure, pdl=self._pdl)
         routing = self._route(x, router, config.tokens)

@@ -23,7 +23,7 @@ from services.decoder.operations.moe import MoEKernels, weights_of
 from services.decoder.operations.ops import Ops
 from services.decoder.operations.table import KernelFacts
 from tests.cases import first
-from tests.gpu_compiler import compiled_launches
+from tests.gpu_compiler import compiled_launches, copies_see_their_barriers
 
 HIDDEN, SIZE, COUNT = 2048, 768, 4  # as the 30B's, with fewer experts in memory
 CASES = [
@@ -90,8 +90,15 @@ def test_what_the_table_picks_compiles_and_fits(
         assert launch.shared_bytes <= facts.device.shared_memory_bytes, launch.name
         if launch.name == "_combine_kernel":
             assert ".v4" in launch.ptx, "loads elements one by one"
-        if launch.name == "_grouped_gemm_kernel" and facts.device.is_hopper:
+        if launch.name.startswith("_grouped") and facts.device.is_hopper:
             assert "wgmma" in launch.ptx
+        if launch.name == "_grouped_kernel":  # of Gluon
+            assert copies_see_their_barriers(launch.ptx)
+            assert "st.local" not in launch.ptx
+            room = facts.device.shared_memory_bytes + 1024
+            assert 2 * (launch.shared_bytes + 1024) <= room, "an SM has one CTA"
+    in_warp_groups = facts.device.is_hopper and weight_format != "plain"
+    assert ("_grouped_kernel" in compiled) == in_warp_groups
 
 
 @pytest.mark.slow
