@@ -6,6 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from services.common.adapter_config import AdapterError
 from services.decoder.engine.engine import Engine
@@ -203,3 +204,32 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(text, tmp_path
             served.runner.load_adapter(1, str(tmp_path / str(number)))
     served.engine.handle(ResetPrefixCache())
     assert served.ask((prompt, 0), (prompt, -1)) == before
+
+
+@pytest.mark.parametrize("part", ["lora_A", "lora_B", "lora_magnitude_vector"])
+def test_factors_that_are_not_finite_are_refused(text, tmp_path: Path, part: str) -> None:
+    """A step multiplies them by zeros for the tokens of other adapters, which would be NaN."""
+    base, places, _ = text
+    served = Served(base, places[:1], max_adapters=2)
+    adapted_oracle(base, tmp_path / "broken", use_dora=True)
+    file = tmp_path / "broken" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if f"down_proj.{part}" in name)
+    tensors[name].flatten()[0] = float("inf")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(AdapterError, match=r"mlp\.down_proj has factors that are not finite"):
+        served.runner.load_adapter(1, str(tmp_path / "broken"))
+
+
+def test_graphs_fit_again_when_an_adapter_with_dora_has_left(text) -> None:
+    """Graphs that were captured before it have no factors of DoRA."""
+    base, places, _ = text
+    served = Served(base, places[:1], max_adapters=2)
+    adapters = served.runner.computer.model.adapters
+    assert adapters is not None
+    adapters.note_capture()
+    assert adapters.fit_graphs
+    served.runner.load_adapter(1, str(places[1]))
+    assert not adapters.fit_graphs
+    served.runner.load_adapter(1, "")
+    assert adapters.fit_graphs

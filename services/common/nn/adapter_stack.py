@@ -34,6 +34,7 @@ class AdapterStack:
     Attributes:
         factors: the factors of all slots. Another object from the first adapter with DoRA on.
         used: slots whose adapter changes the layer.
+        scaled: slots of `used` whose adapter scales the layer's output, for DoRA.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class AdapterStack:
         sizes = tuple(share.count for share in rows.values())
         self.factors = SlotFactors.zeros(sizes, columns.count, slots, rank, like, bias)
         self.used: set[int] = set()
+        self.scaled: set[int] = set()
         self._weight, self._ranks = weight, ranks
 
     @classmethod
@@ -83,6 +85,11 @@ class AdapterStack:
             return f"is {list(found)}, the model has {list(wanted)}"
         if factors.rank > self.rank:
             return f"has rank {factors.rank}, more than the largest rank {self.rank}"
+        # Kernels multiply the factors of a slot by zeros for the tokens of other slots.
+        dtype = self.factors.a.dtype
+        stored = factors.a, factors.b.float() * factors.scaling, factors.magnitude
+        if not all(each is None or each.to(dtype).isfinite().all() for each in stored):
+            return f"has factors that are not finite in {dtype}"
         return ""
 
     def set(self, slot: int, part: str, factors: LowRank) -> None:
@@ -95,6 +102,7 @@ class AdapterStack:
         target[: factors.rank] = a.to(target)
         scaled = b.float() * factors.scaling
         if factors.magnitude is not None:
+            self.scaled.add(slot)
             factor = self._dora(part, factors)
             self.factors = self.factors.with_factor()
             found = self.factors.factor
@@ -110,6 +118,7 @@ class AdapterStack:
         if slot not in self.used:
             return
         self.used.remove(slot)
+        self.scaled.discard(slot)
         self.factors.a[slot].zero_()
         self.factors.b[:, slot].zero_()
         if self.factors.factor is not None:

@@ -160,8 +160,8 @@ class Adapters:
         """Notes whether the captured graphs compute all that the loaded adapters change.
 
         Graphs add the changes of linear layers that had factors at the capture, and scale outputs
-        for DoRA where an adapter had it then. They leave out the embedding table, the output head,
-        experts and their routers, which few adapters change.
+        for DoRA where an adapter had had it until then. They leave out the embedding table, the
+        output head, experts and their routers, which few adapters change.
         """
         layers = [layer for layer, stack in self._stacks().items() if stack.used]
         left_out = self._tied_head is not None and bool(self._tied_head.used)
@@ -169,7 +169,8 @@ class Adapters:
             if layer is self.lm_head or isinstance(layer, Router | StackedLinear):
                 left_out = True
             else:
-                left_out |= self._captured.get(layer) is not layer.adapters.factors
+                captured, stack = self._captured.get(layer), layer.adapters
+                left_out |= captured is None or (bool(stack.scaled) and captured.factor is None)
         left_out |= any(slot.is_used for slot in self._found)
         self.fit_graphs = bool(self._captured) and not left_out
 
