@@ -148,6 +148,7 @@ def test_a_graph_drafts_what_the_eager_layer_drafts(random: Harness, count: int)
     assert same >= (1.0 if count == 1 else 0.9)  # kernels may differ, and so may a narrow choice
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_the_host_waits_for_nothing_between_a_step_and_its_drafts(random: Harness) -> None:
     sequences = [random.start(prompt, row) for row, prompt in enumerate(prompts()[:6])]
     drafted(random, *(random.chunk(sequence) for sequence in sequences))
