@@ -81,6 +81,9 @@ class Implementation(Generic[FactsT]):
             several operations of the table.
         obstacle: function that returns why the implementation cannot run for these facts, or "".
         tokens: function that returns the numbers of tokens for which it is the fastest.
+        rival: name of an implementation that is faster for other numbers of tokens. If the rival
+            cannot run or is dropped, `tokens` does not apply, and any number is in the range. Empty
+            if `tokens` always applies.
     """
 
     operation: str
@@ -88,6 +91,7 @@ class Implementation(Generic[FactsT]):
     create: Callable[[FactsT], Kernel | None]
     obstacle: Callable[[FactsT], str] = lambda _: ""
     tokens: Callable[[FactsT], TokenRange] = lambda _: TokenRange()
+    rival: str = ""
 
 
 class UnknownOverride(ValueError):
@@ -125,6 +129,7 @@ class Resolved:
     tokens: TokenRange
     create: Callable[[], Kernel | None]
     key: str  # of the table: the operation, with the weight format if rows are per format
+    rival: str = ""
     num_calls: int = 0
 
     @cached_property
@@ -229,8 +234,10 @@ class KernelTable(Generic[FactsT]):
             else:
                 tokens = entry.tokens(facts) if wanted is None else TokenRange()
                 create = partial(entry.create, facts)
-                found.append(Resolved(entry.operation, entry.name, tokens, create, key))
+                resolved = Resolved(entry.operation, entry.name, tokens, create, key, entry.rival)
+                found.append(resolved)
         self._operations[key] = found
+        _widen(found)
         return found
 
     def include(self, other: "KernelTable[Any]") -> None:
@@ -246,6 +253,10 @@ class KernelTable(Generic[FactsT]):
     @property
     def operations(self) -> Collection[str]:
         return self._operations.keys()
+
+    def has(self, entry: Resolved) -> bool:
+        """Returns whether an implementation can run here and was not dropped."""
+        return entry in self._operations[entry.key]
 
     def usable(self, operation: str) -> list[Resolved]:
         """Implementations of an operation that can run here, in order of preference."""
@@ -296,14 +307,15 @@ class KernelTable(Generic[FactsT]):
         if entry is found[-1]:
             return False
         why = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_REASON]
+        found.remove(entry)
+        _widen(found)
         log.warning(
-            "%s: %s failed and is not used; next is %s: %s",
+            "%s: %s failed and is not used, which leaves %s: %s",
             entry.operation,
             entry.name,
-            found[found.index(entry) + 1].name,
+            " > ".join(each.name for each in found),
             why,
         )
-        found.remove(entry)
         self.rejected[entry.key, entry.name] = f"failed: {why}"
         return True
 
@@ -324,6 +336,7 @@ class KernelTable(Generic[FactsT]):
             for entry in [entry for entry in found if entry.name not in names[key]]:
                 found.remove(entry)
                 self.rejected[key, entry.name] = "another rank does not use it"
+            _widen(found)
             if not found:
                 raise ValueError(f"{key}: ranks have no implementation in common")
 
@@ -422,6 +435,14 @@ class KernelTable(Generic[FactsT]):
     def _entries(self) -> Iterator[Resolved]:
         for found in self._operations.values():
             yield from found
+
+
+def _widen(found: Sequence[Resolved]) -> None:
+    """Lets implementations serve any number of tokens whose rival is not among those in use."""
+    names = {entry.name for entry in found}
+    for entry in found:
+        if entry.rival and entry.rival not in names:
+            entry.tokens = TokenRange()
 
 
 def _key(operation: str, weight_format: str) -> str:

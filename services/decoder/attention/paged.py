@@ -244,32 +244,33 @@ class PagedBackend:
     def captures(self, kind: StepKind) -> bool:
         # Chunks are captured only with our own kernels, which need no plan. Decodes of a library
         # can be planned for a graph.
-        paged, hopper = _PAGED in self._kernels, _HOPPER in self._kernels
-        decodes = paged or _LIBRARY_DECODE in self._kernels
+        paged, hopper = self._has(_PAGED), self._has(_HOPPER)
+        decodes = paged or self._has(_LIBRARY_DECODE)
         return {"decodes": decodes, "prompts": hopper, "mixed": paged and hopper}[kind]
 
     def captures_chunks(self, step: StepLengths) -> bool:
-        if (kernel := self._kernels.get(_HOPPER)) is None:
+        if not self._has(_HOPPER):
             return False
-        return _LIBRARY_PREFILL not in self._kernels or kernel.is_faster_captured(_chunks(step))
+        if not self._has(_LIBRARY_PREFILL):
+            return True
+        return self._kernels[_HOPPER].is_faster_captured(_chunks(step))
 
     def plans_from_blocks(self, num_decodes: int) -> bool:
         return self._choose_captured_decode(num_decodes) == FLASHINFER
 
     @property
     def plans_on_device(self) -> bool:
-        return _PAGED in self._kernels
+        return self._has(_PAGED)
 
     def plan_on_device(self, metadata: AttentionMetadata) -> list[StepPart]:
         return [PagedDecodes(self._kernels[_PAGED], metadata, concurrent=False)]
 
     def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:
         """Returns the work list of our own prefill kernel, or None if the step does not use it."""
-        kernel = self._kernels.get(_HOPPER)
-        if kernel is None or step.num_decodes == len(step.seq_lens):
+        if not self._has(_HOPPER) or step.num_decodes == len(step.seq_lens):
             return None
-        chunks = _chunks(step)
-        if not captured and _LIBRARY_PREFILL in self._kernels:
+        kernel, chunks = self._kernels[_HOPPER], _chunks(step)
+        if not captured and self._has(_LIBRARY_PREFILL):
             hides_launches = step.num_tokens >= self._hiding_tokens
             if not (hides_launches and kernel.is_faster_than_fa3(chunks)):
                 return None
@@ -282,7 +283,7 @@ class PagedBackend:
         decode = self._choose_decode(metadata, captured=captured) if decodes else ""
         prefill = ""
         if decodes < len(metadata.seq_lens):
-            library = FLASHINFER if _LIBRARY_PREFILL in self._kernels else PLAIN
+            library = FLASHINFER if self._has(_LIBRARY_PREFILL) else PLAIN
             prefill = library if work is None else HOPPER
         assert not captured or (decode != PLAIN and prefill in ("", HOPPER)), "plans on the host"
         # Decodes are bound by memory and chunks by tensor cores: run concurrently, they take less.
@@ -321,7 +322,7 @@ class PagedBackend:
             except Exception as error:
                 if not self._drops(part.key, error):
                     raise
-                if _HOPPER not in self._kernels:
+                if not self._has(_HOPPER):
                     metadata.work = None
                 metadata.plan = self.plan(metadata)
                 return self.forward(query, kv_cache, metadata, keys_values, kv_scales)
@@ -369,24 +370,24 @@ class PagedBackend:
     def _choose_decode(self, metadata: AttentionMetadata, *, captured: bool) -> str:
         """Returns the name of the implementation of a step's decodes."""
         # Beside our own prefill kernel, our decode kernel costs least, however few sequences there
-        # are. The table's least number of sequences is for a choice between our kernel and
-        # flashinfer, which may have been dropped.
-        has_library = _LIBRARY_DECODE in self._kernels
-        if _PAGED in self._kernels and (metadata.work is not None or not has_library):
+        # are.
+        if metadata.work is not None and self._has(_PAGED):
             return PAGED
-        hides_launches = captured or len(metadata.slot_mapping) >= self._hiding_tokens
-        if not hides_launches and has_library:
-            return FLASHINFER
         if captured:
             return self._choose_captured_decode(metadata.num_decodes)
+        hides_launches = len(metadata.slot_mapping) >= self._hiding_tokens
+        if not hides_launches and self._has(_LIBRARY_DECODE):
+            return FLASHINFER
         return self.table.choose(DECODE, metadata.num_decodes).name
 
     def _choose_captured_decode(self, num_decodes: int) -> str:
         """Returns the name of the implementation of a captured step of decodes alone."""
-        if _PAGED in self._kernels and _LIBRARY_DECODE not in self._kernels:
-            return PAGED
         with self.table.for_graph():
             return self.table.choose(DECODE, num_decodes).name
+
+    def _has(self, key: Key) -> bool:
+        """Returns whether an implementation can run here and was not dropped."""
+        return (entry := self._entries.get(key)) is not None and self.table.has(entry)
 
 
 def _chunks(step: StepLengths) -> list[PrefillChunk]:

@@ -3,6 +3,7 @@
 The operations are `decode_attention`, chosen by the number of sequences, and `prefill_attention`,
 chosen by the number of tokens. `PagedBackend` composes a step of the implementations, so the rows
 create no kernels. The row of `fused_decode_attention` is in `services.decoder.operations.table`.
+Where flashinfer cannot run, or fails while kernels warm up, our own kernels serve any step.
 The module imports no kernel, so a table can be printed for any device.
 """
 
@@ -41,16 +42,12 @@ def flashinfer_obstacle(facts: AttentionFacts) -> str:
 
 
 def _paged_sequences(facts: AttentionFacts) -> TokenRange:
-    if flashinfer_obstacle(facts):
-        return TokenRange()
     least = size_class(facts).paged_min_sequences
     where = f"captured or >= {facts.launch_hiding_tokens} tokens; any beside {HOPPER}"
     return TokenRange(least, condition=f"sequences, {where}")
 
 
 def _hopper_tokens(facts: AttentionFacts) -> TokenRange:
-    if flashinfer_obstacle(facts):
-        return TokenRange()
     least = facts.launch_hiding_tokens
     return TokenRange(condition=f"captured, or >= {least} with few cached ones")
 
@@ -60,10 +57,10 @@ def _composed(_: AttentionFacts) -> None:
 
 
 ROWS: Sequence[Row] = (
-    Row(DECODE, PAGED, _composed, paged_decode_obstacle, _paged_sequences),
+    Row(DECODE, PAGED, _composed, paged_decode_obstacle, _paged_sequences, FLASHINFER),
     Row(DECODE, FLASHINFER, _composed, flashinfer_obstacle),
     Row(DECODE, PLAIN, _composed),
-    Row(PREFILL, HOPPER, _composed, prefill_obstacle, _hopper_tokens),
+    Row(PREFILL, HOPPER, _composed, prefill_obstacle, _hopper_tokens, FLASHINFER),
     Row(PREFILL, FLASHINFER, _composed, flashinfer_obstacle),
     Row(PREFILL, PLAIN, _composed),
 )

@@ -110,10 +110,30 @@ def test_what_fails_while_warming_up_is_dropped(caplog: pytest.LogCaptureFixture
         assert made.call("add", [0] * 4, fails=True) == "plain 4"
         assert made.call("add", [0] * 4) == "plain 4"
     assert [record.getMessage() for record in caplog.records] == [
-        "add: fast failed and is not used; next is plain: Fails: no"
+        "add: fast failed and is not used, which leaves plain: Fails: no"
     ]
     assert made.rejected["add", "fast"] == "failed: Fails: no"
     assert not made.calls()
+
+
+def test_an_implementation_whose_rival_is_gone_serves_any_number() -> None:
+    def long_fast(_: Facts) -> TokenRange:
+        return TokenRange(8, condition="tokens")
+
+    def made(*, has_gpu: bool = True) -> KernelTable[Facts]:
+        ours = Implementation[Facts]("add", "ours", lambda _: fast, tokens=long_fast, rival="fast")
+        return KernelTable.resolve([ours, *ROWS[:2]], Facts(has_gpu))
+
+    absent, failing, of_ranks = made(has_gpu=False), made(), made()
+    assert [failing.choose("add", n).name for n in (1, 4, 8)] == ["plain", "fast", "ours"]
+    with failing.warming_up():
+        assert failing.call("add", [0] * 4, fails=False) == "fast 4"
+        (lost,) = [entry for entry in failing.usable("add") if entry.name == "fast"]
+        assert failing.drop(lost, Fails("no")) and not failing.has(lost)
+    of_ranks.keep({"add": ["ours", "plain"]})
+    for each in (absent, failing, of_ranks):
+        assert [each.choose("add", n).name for n in (1, 4, 8)] == ["ours"] * 3
+        assert each.rows()[0][1] == "ours [any] > plain [any]"
 
 
 def test_what_fails_later_is_an_error() -> None:

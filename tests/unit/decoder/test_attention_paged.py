@@ -39,7 +39,11 @@ class FakeDecode:
 class FakePrefill:
     """flashinfer's prefill, likewise."""
 
+    fails = False
+
     def plan(self, metadata: AttentionMetadata) -> str:
+        if self.fails:
+            raise RuntimeError("not compiled")
         return "chunks"
 
 
@@ -173,20 +177,48 @@ def test_heads_that_no_library_has_are_served() -> None:
     assert wide.captures("mixed")  # on Hopper
 
 
-def test_a_library_that_was_dropped_leaves_decodes_to_our_kernel() -> None:
-    """However few: a captured step must never run the plain twin, which plans on the host."""
-    backend = backend_of(facts_of())
+@pytest.mark.parametrize("device", [H200, KNOWN_DEVICES["rtx-pro-6000"]])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (24, 4, 256)])
+def test_a_library_that_fails_is_as_one_that_is_absent(
+    monkeypatch: pytest.MonkeyPatch, device: DeviceFacts, heads: int, kv_heads: int, dim: int
+) -> None:
+    """flashinfer fails where no kernel was compiled for a head dimension and none may be."""
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
+    absent = backend_of(facts_of(device, **sizes, flashinfer=False))
+    backend = backend_of(facts_of(device, **sizes))
     assert planned(backend, Step(1, []), captured=True) == ("1 captured", None)
-    (entry,) = [e for e in backend.table.usable("decode_attention") if e.name == "flashinfer"]
-    FakeDecode.fails = True
-    try:
-        with backend.table.warming_up():
-            assert planned(backend, Step(1, []), captured=True) == (OURS, None)
-    finally:
-        FakeDecode.fails = False
-    assert entry not in backend.table.usable("decode_attention")
-    for captured in (False, True):
-        assert planned(backend, Step(1, []), captured=captured) == (OURS, None)
+    for fake in (FakeDecode, FakePrefill):
+        monkeypatch.setattr(fake, "fails", True)
+    with backend.table.warming_up():
+        assert planned(backend, Step(1, []), captured=True) == (OURS, None)
+        planned(backend, Step(0, [(2, 0)]), captured=False)
+    for operation in (table.DECODE, table.PREFILL):
+        ours, theirs = backend.table.usable(operation), absent.table.usable(operation)
+        assert [(row.name, row.tokens) for row in ours] == [
+            (row.name, row.tokens) for row in theirs
+        ]
+    for kind in KINDS:
+        assert backend.captures(kind) == absent.captures(kind)
+    assert backend.plans_on_device and not backend.plans_from_blocks(1)
+    # A captured step must never run the plain twin, which plans on the host.
+    for decodes, chunks in ((1, []), (60, []), (0, [(2, 0)]), (2, [(100, 5000)]), (3, PROMPTS)):
+        step = Step(decodes, chunks)
+        captures = [False, True] if not chunks or device.is_hopper else [False]
+        for captured in captures:
+            found = planned(backend, step, captured=captured)
+            assert found == planned(absent, step, captured=captured)
+        if chunks:
+            assert backend.captures_chunks(step) == absent.captures_chunks(step)
+
+
+def test_a_library_that_another_rank_lacks_is_not_used() -> None:
+    backend, absent = backend_of(facts_of()), backend_of(facts_of(flashinfer=False))
+    backend.table.keep(absent.table.in_use())
+    for step in (Step(1, []), Step(2, [(100, 5000)]), Step(0, PROMPTS)):
+        for captured in (False, True):
+            found = planned(backend, step, captured=captured)
+            assert found == planned(absent, step, captured=captured)
+            assert not {"eager", "chunks", "1 captured"} & set(found)
 
 
 def test_an_override_is_used_for_any_step() -> None:
