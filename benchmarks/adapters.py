@@ -1,26 +1,32 @@
 """Steps with adapters beside steps of the base model, on the decoder's engine. Needs a GPU.
 
-    python -m benchmarks.adapters --work DIR [--rank 16] [--kernels] [--tiny]
+    python -m benchmarks.adapters --work DIR [--rank 16] [--rounds 2] [--kernels] [--tiny]
 
 The model has the 8B's shape and random weights. Eight random adapters in PEFT's layout change all
-linear layers. The script makes them in DIR, starts one engine without adapters and then one with
-them, and prints the time of decode steps:
+linear layers. One engine has no adapters, and another one has all eight. Both stay alive and are
+measured in turn. They take about 65 GB. Each row is printed as soon as it is known, with the time
+since the start, and with the most that the time may be of the base engine's time for as many
+requests:
 
-- requests without adapter, on both engines. The aim is 2 %.
-- 64 requests over eight adapters. The aim is 90 % of the base model's tokens per second.
-- one request with an adapter. The aim is 1.1 times the base model's time per token.
+- 1.02 for requests without adapter on the engine with adapters,
+- 1.11 for 64 requests over eight adapters, which is 90 % of the base model's tokens per second,
+- 1.10 for one request with an adapter.
 
-`--kernels` times shrink and expand alone first, at each of the layer's projections, and prints the
-time in which their bytes can be read. `--tiny` runs a small model on any device.
+The stages of both starts are printed, too, with the Triton kernels that were compiled. `--kernels`
+times shrink and expand alone first, at each of the layer's projections, and prints the time in
+which their bytes can be read. `--tiny` runs a small model on any device.
 """
 
 import argparse
 import json
+import logging
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +38,7 @@ from kernels.adapters.factors import AdapterRows, SlotFactors
 from kernels.device import DeviceFacts
 from kernels.launches import captured_graph
 from services.common.model_spec import TextSpec
+from services.common.process import progress
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.run.model_runner import ModelRunner
@@ -41,6 +48,7 @@ from services.decoder.operations.kernel_facts import KernelFacts
 from services.decoder.operations.ops import Ops
 
 NUM_ADAPTERS = 8
+_STARTED = time.time()
 _SETTLE_STEPS = 10
 
 
@@ -98,20 +106,65 @@ class Load:
     Attributes:
         name: name of the row.
         slots: slot of each request's adapter, -1 for none.
+        limit: wanted ratio to the base engine's time, at most. 0 if nothing is wanted.
     """
 
     name: str
     slots: list[int]
+    limit: float = 0.0
 
 
+_OVER_EIGHT = [n % NUM_ADAPTERS for n in range(64)]
+BASE_LOADS = (Load("base, 1", [-1]), Load("base, 64", [-1] * 64))
 LOADS = (
-    Load("1 without", [-1]),
-    Load("1 with an adapter", [3]),
-    Load("64 without", [-1] * 64),
+    Load("1 with an adapter", [3], 1.1),
+    Load("64 over eight", _OVER_EIGHT, 1 / 0.9),
+    Load("1, none in the step", [-1], 1.02),
+    Load("64, none in the step", [-1] * 64, 1.02),
     Load("64 with one adapter", [3] * 64),
-    Load("64 over eight", [n % NUM_ADAPTERS for n in range(64)]),
-    Load("64, half without", [n % NUM_ADAPTERS if n % 2 else -1 for n in range(64)]),
 )
+
+
+class Clock(logging.Handler):
+    """Prints lines with the seconds since the program's start, and the stages of engines' starts.
+
+    Attributes:
+        compiled: number of Triton kernels that were compiled since the last stage.
+        compiled_s: seconds that their compilation took.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled, self.compiled_s = 0, 0.0
+        self._stage = ""
+
+    def print(self, line: str) -> None:
+        """Prints a line at once."""
+        print(f"[{time.time() - _STARTED:5.1f} s] {line}", flush=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stage = getattr(record, "fields", {}).get("stage", "")
+        if stage and stage != self._stage:
+            self.note(f"  {stage}")
+            self._stage = stage
+
+    def note(self, line: str) -> None:
+        """Prints a line with the kernels that were compiled since the last one."""
+        if self.compiled:
+            line += f" (before: {self.compiled} kernels compiled in {self.compiled_s:.1f} s)"
+        self.compiled, self.compiled_s = 0, 0.0
+        self.print(line)
+
+    def count_compilations(self) -> None:
+        """Counts compilations from now on."""
+        from triton import knobs
+
+        def listen(*, times: Any, cache_hit: bool, **_: object) -> None:  # noqa: ANN401
+            if not cache_hit:
+                self.compiled += 1
+                self.compiled_s += times.total / 1e6
+
+        knobs.compilation.listener = listen
 
 
 def step_s(runner: ModelRunner, load: Load, context: int, steps: int) -> float:
@@ -246,6 +299,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=2, help="rounds over all rows")
+    parser.add_argument("--prompts", default="256,1008", help="lengths of prompts to time")
     parser.add_argument("--kernels", action="store_true", help="time the kernels alone first")
     parser.add_argument("--tiny", action="store_true", help="a small model on any device")
     arguments = parser.parse_args()
@@ -257,45 +312,70 @@ def main() -> None:
         )  # fmt: skip
     if arguments.kernels:
         measure_kernels(text, arguments.rank, torch.device("cuda", 0))
+    clock = Clock()
+    if torch.cuda.is_available():
+        clock.count_compilations()
+    logging.getLogger(progress.__name__).addHandler(clock)
+    logging.getLogger(progress.__name__).setLevel(logging.INFO)
     write_model(arguments.work / "model", text)
     adapters = tuple(arguments.work / f"adapter-{n}" for n in range(NUM_ADAPTERS))
-    for number, directory in enumerate(adapters):
-        write_adapter(directory, text, arguments.rank, number)
-    prompts = (64, 1008) if arguments.tiny else (64, 256, 1008, 4096)
+    with ThreadPoolExecutor() as pool:
+        writes = [
+            pool.submit(write_adapter, directory, text, arguments.rank, number)
+            for number, directory in enumerate(adapters)
+        ]
+        for write in writes:
+            write.result()
+    clock.print("adapters written")
     options = RunnerOptions(
         model_directory=arguments.work / "model",
         load_format="dummy",
         max_num_sequences=64,
-        max_model_len=arguments.context + arguments.steps + 256 + max(prompts),
-        kv_cache_bytes=(64 << 20) if arguments.tiny else (24 << 30),
+        max_batched_tokens=2048,
+        max_model_len=arguments.context + arguments.steps + 256,
+        kv_cache_bytes=(64 << 20) if arguments.tiny else (14 << 30),
     )
-    figures: list[dict[str, float]] = []
-    for given in ((), adapters):
-        begin = time.perf_counter()
-        runner = create_runner(
-            replace(options, adapters=given, max_adapters=len(given)),
-        )
-        print(f"{len(given)} adapters: ready after {time.perf_counter() - begin:.1f} s")
-        found: dict[str, float] = {}
+    measure(options, adapters, arguments, clock)
+
+
+def measure(
+    options: RunnerOptions, adapters: tuple[Path, ...], arguments: argparse.Namespace, clock: Clock
+) -> None:
+    """Starts both engines, and prints rows of each in turn."""
+    base: dict[int, float] = {}  # seconds of the base engine, by number of requests
+    prompts: dict[int, float] = {}  # the same, by length of a prompt
+    lengths = [int(length) for length in arguments.prompts.split(",") if length]
+    plain = started(options, clock)
+    loaded: ModelRunner | None = None
+    for _ in range(arguments.rounds):
+        for load in BASE_LOADS:
+            base[len(load.slots)] = taken = step_s(plain, load, arguments.context, arguments.steps)
+            clock.print(f"{load.name:<28} {taken * 1e3:8.3f} ms a step")
+        for length in lengths:
+            prompts[length] = prompt_s(plain, -1, length)
+        if loaded is None:
+            chosen = replace(options, adapters=adapters, max_adapters=len(adapters))
+            loaded = started(chosen, clock)
         for load in LOADS:
-            if given or max(load.slots) < 0:
-                taken = step_s(runner, load, arguments.context, arguments.steps)
-                found[load.name] = taken
-        for length in prompts:
-            found[f"prompt of {length} without"] = prompt_s(runner, -1, length)
-            if given:
-                found[f"prompt of {length} with"] = prompt_s(runner, 3, length)
-        figures.append(found)
-        del runner
-        torch.cuda.empty_cache()
-    base, loaded = figures
-    print(f"{'row':>28} {'ms':>8} {'x base':>8}")
-    for name, taken in loaded.items():
-        compared = base.get(name)
-        if compared is None:  # the same load without adapters
-            of = f"{name.rsplit(' ', 1)[0]} without" if name.startswith("prompt") else None
-            compared = base[of or f"{name.split(' ')[0].rstrip(',')} without"]
-        print(f"{name:>28} {taken * 1e3:8.3f} {taken / compared:8.3f}")
+            taken = step_s(loaded, load, arguments.context, arguments.steps)
+            line = f"{load.name:<28} {taken * 1e3:8.3f} ms a step"
+            line += f" {taken / base[len(load.slots)]:7.3f} x base"
+            clock.print(line + (f", wanted <= {load.limit:.2f}" if load.limit else ""))
+        for length in lengths:
+            for slot, kind in ((-1, "without"), (3, "with")):
+                taken = prompt_s(loaded, slot, length)
+                row = f"prompt of {length} {kind}"
+                ratio = taken / prompts[length]
+                clock.print(f"{row:<28} {taken * 1e3:8.3f} ms        {ratio:7.3f} x base")
+
+
+def started(options: RunnerOptions, clock: Clock) -> ModelRunner:
+    """Starts an engine, and prints how long this takes."""
+    begin = time.perf_counter()
+    runner = create_runner(options)
+    seconds = time.perf_counter() - begin
+    clock.note(f"{len(options.adapters)} adapters: ready after {seconds:.1f} s")
+    return runner
 
 
 if __name__ == "__main__":
