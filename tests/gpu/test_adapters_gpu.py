@@ -2,13 +2,20 @@
 
 Tolerances. The products of shrink are rounded to bf16 once, as is the output: the change of a layer
 differs from float64 by at most 2^-8 = 4e-3 of its norm for each rounding. Answers of engines are
-compared by logits, as in `test_decoder_graphs`: GEMMs of another size differ by up to 5e-2.
+compared by logits, as in `test_decoder_graphs`: GEMMs of another size differ by up to 5e-2. With
+quantized weights, a graph and an eager step may have kernels that round activations differently.
+Answers with drafts are scored by the model without drafts, as in `test_draft_kernels_gpu`.
+
+Each engine here takes less than 3 GB.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,9 +25,18 @@ from kernels.adapters import plain
 from kernels.adapters.factors import AdapterRows, Norm, SlotFactors
 from services.common.model_spec import RopeSpec, TextSpec
 from services.common.nn.layers import RMSNorm
+from services.common.nn.linear import Linear
+from services.decoder.engine.engine import Engine
+from services.decoder.engine.messages import AddSequence, SamplingParams
+from services.decoder.engine.run.step_inputs import StepInputs
+from services.decoder.engine.schedule.lookup import DraftSources, Lookups
+from services.decoder.engine.step import ComputeStep
+from tests import fp8_checkpoints, packed_checkpoints
 from tests.decoder_harness import Harness
+from tests.engine_harness import Untimed
 from tests.gpu.decoder_2b import options, prompts, relative
 from tests.gpu.twins import CUDA, error, random
+from tests.known_drafts import KnownSources, from_answer
 
 pytest.importorskip("triton")
 from kernels.adapters import shrink_expand
@@ -147,7 +163,7 @@ def served(places: list[Path]) -> Iterator[Harness]:
     """The model with eight adapters and a free slot, in CUDA graphs."""
     chosen = options(
         load_format="dummy", adapters=tuple(places[1:]), max_adapters=SLOTS + 1,
-        max_batched_tokens=2048,
+        max_batched_tokens=2048, kv_cache_bytes=512 << 20,
     )  # fmt: skip
     with closing(Harness(places[0], **chosen)) as harness:
         yield harness
@@ -191,27 +207,33 @@ def test_eight_adapters_in_one_step_equal_each_alone(served: Harness) -> None:
 def test_a_graph_with_adapters_agrees_with_the_reference(
     served: Harness, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """The same step runs eagerly, with shrink and expand in plain torch."""
     slots = [row % SLOTS if row % 5 else -1 for row in range(count)] if count > 1 else [2]
     ids = prompts(count)
-    captured = replayed(served, slots, ids)
+    assert relative(replayed(served, slots, ids), reference(served, monkeypatch, slots, ids)) < 5e-2
+
+
+def reference(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, slots: list[int], ids: list[list[int]]
+) -> Tensor:
+    """Logits of the step of `replayed`, run eagerly with shrink and expand in plain torch."""
     running = [
-        served.start([token % 4000 for token in prompt], row, adapter=slot)
+        harness.start([token % 4000 for token in prompt], row, adapter=slot)
         for row, (prompt, slot) in enumerate(zip(ids, slots, strict=True))
     ]
     for sequence in running:
-        served.step(served.chunk(sequence))
-    ops = served.model.ops
+        harness.step(harness.chunk(sequence))
+    ops = harness.model.ops
     names = "shrink_adapters", "expand_adapters", "expand_adapters_swiglu"
-    for name in names:
-        found = [each for each in ops.table._operations[name] if each.name == "plain"]
-        assert len(ops.table._operations[name]) == 2, f"{name}: Triton was dropped"
-        monkeypatch.setitem(ops.table._operations, name, found)
-    monkeypatch.setattr(ops, "_choices", {})
-    eager = served.logits(*[served.chunk(sequence) for sequence in running])
-    assert relative(captured, eager) < 5e-2
+    with monkeypatch.context() as patch:
+        for name in names:
+            found = [each for each in ops.table._operations[name] if each.name == "plain"]
+            assert len(ops.table._operations[name]) == 2, f"{name}: Triton was dropped"
+            patch.setitem(ops.table._operations, name, found)
+        patch.setattr(ops, "_choices", {})
+        eager = harness.logits(*[harness.chunk(sequence) for sequence in running])
     for sequence in running:
-        served.finish(sequence)
+        harness.finish(sequence)
+    return eager
 
 
 def test_a_loaded_adapter_needs_no_capture(served: Harness, places: list[Path]) -> None:
@@ -234,3 +256,141 @@ def test_a_prompt_with_an_adapter_runs_in_a_graph(served: Harness, length: int) 
     assert graphs.logits is not None
     assert relative(graphs.logits[:1], eager) < 5e-2
     served.finish(sequence)
+
+
+# Random codes have a mean of zero with zero points alone. Otherwise, all logits come from the mean.
+FORMATS = {
+    "FP8": fp8_checkpoints.FP8_BLOCK,
+    "W4A16": packed_checkpoints.compressed(128, symmetric=False),
+}
+
+
+def small(**changes: object) -> dict[str, object]:
+    """Options of an engine with few graphs and little memory."""
+    return options(
+        load_format="dummy", kv_cache_bytes=256 << 20, max_num_sequences=8, max_batched_tokens=512,
+        max_model_len=512,
+    ) | changes  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_adapters_change_quantized_layers(
+    name: str, places: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of one token and of eight, and a prompt. The control is the base model."""
+    config = json.loads((places[0] / "config.json").read_text())
+    config["quantization_config"] = FORMATS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    chosen = small(adapters=tuple(places[1:5]), max_adapters=4)
+    with closing(Harness(tmp_path, **chosen)) as harness:
+        layers = [each for each in harness.model.layers.modules() if isinstance(each, Linear)]
+        kinds = {type(layer.method).__name__ for layer in layers}
+        assert kinds == {"Fp8Linear" if name == "FP8" else "PackedLinear"}
+        for slots in ([2], [0, 1, 2, 3, -1, 0, 3, 2]):
+            ids = prompts(len(slots))
+            found = replayed(harness, slots, ids)
+            expected = reference(harness, monkeypatch, slots, ids)
+            assert relative(found, expected) < 0.1, slots
+            base = replayed(harness, [-1] * len(slots), ids)
+            for row, slot in enumerate(slots):
+                change = relative(found[row : row + 1], base[row : row + 1])
+                assert change > 0.2 if slot >= 0 else change < 0.1, slots
+        sequence = harness.start(list(range(1, 200)), adapter=1)
+        chunk = harness.chunk(sequence)
+        eager = harness.logits(chunk)[-1:]
+        harness.launch(chunk).result()
+        captured = harness.runner.computer.graphs[1].logits
+        assert captured is not None
+        assert relative(captured[:1], eager) < 0.1
+    torch.cuda.empty_cache()
+
+
+CLOSE = 0.5  # standard deviations of a row of logits
+DRAFT_SLOTS = [0, 1, 2, 3, -1, 2, 0, 3]
+
+
+class Drafting:
+    """Greedy requests with adapters, whose prompts repeat themselves so that lookup finds drafts.
+
+    Attributes:
+        harness: the runner.
+        messages: the requests.
+        captured, eager: numbers of steps with drafts that graphs ran, and that none ran.
+    """
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness, self.captured, self.eager = harness, 0, 0
+        self.messages: list[AddSequence] = []
+        for number, slot in enumerate(DRAFT_SLOTS):
+            ids = np.random.default_rng(number).integers(1, 400, 25).astype(np.int32)
+            self.messages.append(
+                AddSequence(
+                    number, np.tile(ids, 5).tobytes(), b"", 0, [], SamplingParams(max_tokens=40),
+                    adapter=slot, cache_salt=b"%d" % slot,
+                )
+            )  # fmt: skip
+
+    def run(self, sources: DraftSources | None = None) -> tuple[list[list[int]], Engine]:
+        """Returns the answers of all requests, and the engine."""
+        drafts = 0 if sources is None else 4
+        runner, answers = self.harness.runner, [list[int]() for _ in self.messages]
+        engine = Engine(runner, overlap=False, max_drafts=drafts, step_cost=Untimed())
+        if sources is not None:
+            engine.speculation.sources = sources
+        stage = runner.computer.stage
+
+        def counted(step: ComputeStep) -> StepInputs:
+            inputs = stage(step)
+            if step.has_drafts:
+                self.captured += inputs.graphs is not None
+                self.eager += inputs.graphs is None
+            return inputs
+
+        with mock.patch.object(runner.computer, "stage", counted):
+            for message in self.messages:
+                engine.add(message)
+            while engine.has_work:
+                done = engine.step()
+                for event in done.events if done else []:
+                    answers[event.sequence_id] += event.token_ids
+        return answers, engine
+
+    def worst_gaps(self, answers: list[list[int]], slots: list[int]) -> list[float]:
+        """The most by which a token's logit is below the largest, in standard deviations, for each
+        request, if it had the adapter of a slot.
+        """
+        gaps: list[float] = []
+        for message, answer, slot in zip(self.messages, answers, slots, strict=True):
+            prompt = np.frombuffer(message.prompt_token_ids, np.int32).tolist()
+            sequence = self.harness.start(prompt + answer, adapter=slot)
+            logits = self.harness.prompt_logits(sequence).float()[len(prompt) - 1 : -1]
+            chosen = logits[range(len(answer)), answer]
+            gaps.append(float(((logits.amax(1) - chosen) / logits.std(1)).max()))
+        return gaps
+
+
+def test_answers_with_drafts_are_those_of_the_adapters(places: list[Path]) -> None:
+    # A step has at most as many samples as the runner has rows, and each draft is a sample.
+    chosen = small(adapters=tuple(places[1:5]), max_adapters=4, max_drafts=4, max_num_sequences=32)
+    with closing(Harness(places[0], **chosen)) as harness:
+        drafting = Drafting(harness)
+        expected, _ = drafting.run()
+        assert max(drafting.worst_gaps(expected, DRAFT_SLOTS)) < CLOSE
+        known = KnownSources(lambda m, i: from_answer(m, expected[m.sequence_id], i), 0.8)
+        for sources in (known, Lookups()):
+            drafting.captured = drafting.eager = 0
+            found, engine = drafting.run(sources)
+            drafts = engine.stats().drafts
+            assert drafts is not None
+            print(
+                f"\n{type(sources).__name__}: accepted {drafts.num_accepted} of"
+                f" {drafts.num_drafts}, {drafting.captured} steps in graphs"
+            )
+            assert max(drafting.worst_gaps(found, DRAFT_SLOTS)) < CLOSE
+            assert drafts.num_accepted > 50 or sources is not known
+            assert drafts.num_drafts > 0
+            if harness.runner.info.on_gpu:
+                assert drafting.captured > 5 and not drafting.eager
+        others = [-1 if slot >= 0 else 0 for slot in DRAFT_SLOTS]
+        assert np.mean(drafting.worst_gaps(expected, others)) > 2 * CLOSE  # control
+    torch.cuda.empty_cache()
