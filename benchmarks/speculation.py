@@ -260,6 +260,7 @@ def start(options: argparse.Namespace, shape: str) -> Measurement:
             draft_head=with_head,
             max_num_sequences=options.max_num_seqs,
             max_batched_tokens=max(options.step_tokens, options.max_num_seqs),
+            kernels=options.kernels,
         )
     )
     lines.print_line("ready")
@@ -286,6 +287,7 @@ def main() -> None:
     )
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kernels", default="", help="overrides of the dispatch table")
     parser.add_argument("--text", type=Path, help="file with repetitions; else random prompts")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a random prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of an answer")

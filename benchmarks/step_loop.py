@@ -138,6 +138,9 @@ class _Pending:
         ones = np.ones(self.num_samples, np.int32)
         return StepOutput(ones[:, None], ones, {})
 
+    def drafts(self) -> None:
+        """Returns None, because the stand-in drafts nothing."""
+
 
 @dataclass(slots=True)
 class StandIn:

@@ -210,6 +210,9 @@ class FakePending:
             self.runner.run_oldest()
         return self.output
 
+    def drafts(self) -> None:
+        """Returns None, because the fake drafts nothing."""
+
 
 @dataclass
 class FakeRunner:

@@ -70,11 +70,12 @@ def drafted(harness: Harness, *chunks: Chunk) -> tuple[np.ndarray, np.ndarray]:
     """Sampled tokens `[B]`, and drafts `[G, 3]`, of a step."""
     step = harness.step_of(*chunks)
     step.compute.num_head_drafts = DRAFTS
-    output = harness.runner.execute(step).result()
-    assert output.drafts is not None
+    pending = harness.runner.execute(step)
+    output, drafts = pending.result(), pending.drafts()
+    assert drafts is not None
     for chunk in chunks:
         chunk.sequence.num_in_flight = 0
-    return output.token_ids[:, 0].copy(), output.drafts.copy()
+    return output.token_ids[:, 0].copy(), drafts.copy()
 
 
 def prompts() -> list[list[int]]:
@@ -162,7 +163,7 @@ def test_the_host_waits_for_nothing_between_a_step_and_its_drafts(random: Harnes
         pending = random.runner.execute(step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert pending.result().drafts is not None
+    assert len(pending.result().token_ids) == len(sequences) and pending.drafts() is not None
     for sequence in sequences:
         random.finish(sequence)
 

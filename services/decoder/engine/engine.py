@@ -245,8 +245,12 @@ class Engine:
             now = self._clock()
             # The gate learns which step the device computes now: the next one in flight, if any.
             self.gate.read(self.pending[0][1] if self.pending else None, now)
-            self._times.read(oldest, now, in_flight=bool(self.pending))
             self._postprocess(oldest, output)
+            # The device makes drafts while the host postprocesses the tokens before them.
+            if (drafts := pending.drafts()) is not None:
+                now = self._clock()
+            self._times.read(oldest, now, in_flight=bool(self.pending))
+            self.scheduler.decodes.look_for_drafts(oldest.chunks, drafts)
         if self._delayed:
             first = self._first_in_flight()
             self._events += [event for step, event in self._delayed if step < first]
@@ -411,9 +415,6 @@ class Engine:
             # a block can have been completed only if the last block has at most `count` tokens.
             if len(sequence.token_ids) % block_size <= count:
                 self._blocks.register(sequence)
-            if sequence.drafts is not None:
-                offered = () if output.drafts is None else output.drafts[index]
-                self.scheduler.decodes.tokens_arrived(sequence, offered)
 
     def _send_scores(self, chunk: Chunk, scores: Scores) -> None:
         """Sends the logprobs of a chunk's prompt tokens that were not sent yet. A sequence that was

@@ -31,6 +31,17 @@ class PendingStep(Protocol):
         """
         ...
 
+    def drafts(self) -> Int32Array | None:
+        """Waits until the drafts behind the step's tokens are on the host, and returns them.
+
+        The device makes them behind the tokens, so the host should do what it can before this call.
+
+        Returns:
+            Drafts `[B, num_head_drafts]` of each sample, with -1 from the first one on that could
+            not be made. There may be further rows. None if the model drafts nothing.
+        """
+        ...
+
 
 class Runner(Protocol):
     """The only owner of a device. `ModelRunner` is the implementation."""

@@ -232,4 +232,3 @@ class StepOutput(NamedTuple):
     logprobs: dict[int, list[Logprobs]]  # by sample, one per token; for rows that request them
     scores: Sequence[Scores] = ()  # one for each of the P runs
     vectors: FloatArray | None = None  # [B, n] float32, of an embedding or reranking model
-    drafts: Int32Array | None = None  # [B, num_head_drafts], drafts of each sample, then -1

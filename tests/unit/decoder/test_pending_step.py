@@ -31,6 +31,14 @@ class PretendedGpu(Readback):
         event = cast(torch.cuda.Event, self.made[-1])
         return PinnedBuffer(torch.full((4,), -9, dtype=torch.int32), event, self.free)
 
+    def mark(self) -> torch.cuda.Event:
+        self.made.append(FakeEvent())
+        self.made[-1].record()
+        return cast(torch.cuda.Event, self.made[-1])
+
+    def copy(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
 
 def test_buffers_and_events_are_used_again_when_their_step_was_read_and_not_before() -> None:
     readback = PretendedGpu()
@@ -51,3 +59,18 @@ def test_buffers_and_events_are_used_again_when_their_step_was_read_and_not_befo
     over = DevicePendingStep(readback.tokens(None))
     assert over.result().token_ids.tolist() == []
     assert len(readback.made) == 2
+
+
+def test_tokens_are_read_before_the_drafts_behind_them_are_there() -> None:
+    readback = PretendedGpu()
+    tokens = readback.tokens(Sampled(torch.tensor([1, 2], dtype=torch.int32), None))
+    tokens.drafts = readback.drafts(torch.tensor([[3, 4], [5, 6]], dtype=torch.int32))
+    of_tokens, of_drafts = readback.made
+    pending = DevicePendingStep(tokens)
+    assert pending.result().token_ids.tolist() == [[1], [2]]
+    assert of_tokens.calls == ["record", "synchronize"] and of_drafts.calls == ["record"]
+    drafts = pending.drafts()
+    assert drafts is not None and drafts.tolist() == [[3, 4], [5, 6]]
+    assert of_drafts.calls == ["record", "synchronize"]
+    plain = DevicePendingStep(readback.tokens(None))
+    assert plain.result().token_ids.tolist() == [] and plain.drafts() is None

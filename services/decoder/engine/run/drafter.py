@@ -8,9 +8,9 @@ into chunks nor a prefix hit nor an image changes what the layer sees.
 
 Behind the sampled tokens the layer drafts further tokens, one after another, each for all rows. The
 device itself finds the last draft that is accepted, so drafts are launched right behind the
-sampling, and the host reads sampled tokens and drafts together. Where kernels need no plan of the
-host, both parts run in CUDA graphs: `observe` within those of steps, and `draft` in graphs of its
-own (`draft_graphs`).
+sampling, and the host postprocesses the sampled tokens while the device drafts. Where kernels need
+no plan of the host, both parts run in CUDA graphs: `observe` within those of steps, and `draft` in
+graphs of its own (`draft_graphs`).
 """
 
 import numpy as np

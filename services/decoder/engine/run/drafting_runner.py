@@ -1,11 +1,12 @@
 """A model runner whose model drafts tokens with a layer for multi-token prediction."""
 
 import torch
-from torch import Tensor
 
+from kernels.sampling.sampling import SamplingInputs
 from services.decoder.engine.run.drafter import Drafter
 from services.decoder.engine.run.model_runner import ModelRunner
-from services.decoder.engine.run.pending_step import DevicePendingStep
+from services.decoder.engine.run.pending_step import DevicePendingStep, HostTokens
+from services.decoder.engine.run.sampler import Sampled
 from services.decoder.engine.run.step_computer import StepComputer
 from services.decoder.engine.step import Step
 
@@ -30,8 +31,15 @@ class DraftingRunner(ModelRunner):
         self._drafts = step.compute.num_head_drafts > 0
         return super().execute(step)
 
-    def _draft(self, token_ids: Tensor) -> Tensor | None:
-        return self.drafter.draft(token_ids) if self._drafts else None
+    def _read(self, sampled: Sampled, sampling: SamplingInputs | None) -> HostTokens:
+        """Starts to copy sampled tokens to the host, and launches drafts behind them.
+
+        The host reads the tokens while the device drafts.
+        """
+        tokens = super()._read(sampled, sampling)
+        if self._drafts:
+            tokens.drafts = self.readback.drafts(self.drafter.draft(sampled.token_ids))
+        return tokens
 
     @torch.inference_mode()
     def sample_scratch(self, num_rows: int) -> None:

@@ -155,16 +155,17 @@ class ModelRunner:
         if isinstance(sampling, SamplingInputs):
             sampled = self.sampler.sample(logits, sampling)
             self._keep(rows, sampled.token_ids)
-            return self.readback.tokens(sampled, sampling, self._draft(sampled.token_ids))
+            return self._read(sampled, sampling)
         if token_ids is None:  # The step did not run as a CUDA graph, which would have sampled.
             token_ids = self._model.ops.greedy(logits)
             self._keep(rows, token_ids)
         if sampling is not None:  # Rows with a mask are sampled again, under their masks.
             self._model.ops.greedy_masked(logits, sampling, token_ids, self._last_tokens)
-        return self.readback.tokens(Sampled(token_ids, None), None, self._draft(token_ids))
+        return self._read(Sampled(token_ids, None), None)
 
-    def _draft(self, token_ids: Tensor) -> Tensor | None:
-        """Returns the model's drafts behind sampled tokens `[B]`. None if it drafts nothing."""
+    def _read(self, sampled: Sampled, sampling: SamplingInputs | None) -> HostTokens:
+        """Starts to copy sampled tokens to the host."""
+        return self.readback.tokens(sampled, sampling)
 
     def _keep(self, rows: Tensor, token_ids: Tensor) -> None:
         """Writes a step's tokens into the rows, where the next step reads them."""

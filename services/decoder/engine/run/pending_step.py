@@ -29,7 +29,9 @@ class HostTokens:
             samples.
 
     Attributes:
-        drafts: `StepOutput.drafts` on the host, likewise. None if the model drafts nothing.
+        drafts: the model's own drafts, which are launched behind the copy of the tokens and have an
+            event of their own, so that the host reads the tokens meanwhile. None if the model
+            drafts nothing.
     """
 
     def __init__(
@@ -39,9 +41,9 @@ class HostTokens:
         sampling: SamplingInputs | None,
         buffer: "PinnedBuffer | None" = None,
         vectors: Tensor | None = None,
-        drafts: Tensor | None = None,
     ) -> None:
-        self.vectors, self.drafts = vectors, drafts
+        self.vectors = vectors
+        self.drafts: HostDrafts | None = None
         self._token_ids = token_ids
         self._logprobs = logprobs
         self._sampling = sampling
@@ -55,6 +57,25 @@ class HostTokens:
             token_ids = token_ids.copy()
             self._buffer.pool.append(self._buffer)
         return token_ids, _logprobs(self._logprobs, self._sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class HostDrafts:
+    """The model's own drafts, on their way to the host.
+
+    Attributes:
+        drafts: `[G, n]` int32 on the host, valid once the event has happened.
+        copied: event after the copy. None on a CPU, where there is nothing to wait for.
+    """
+
+    drafts: Tensor
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> Int32Array:
+        """Waits for the copy, and returns the drafts."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.drafts.numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +116,6 @@ class Readback:
         self,
         sampled: Sampled | None,
         sampling: SamplingInputs | None = None,
-        drafts: Tensor | None = None,
         vectors: Tensor | None = None,
     ) -> HostTokens:
         """Starts the copy of a step's tokens, and of what is read together with them.
@@ -104,15 +124,12 @@ class Readback:
             sampled: the sampled tokens on the device. None if the step samples nothing; the result
                 then only says when the step is over.
             sampling: the rows that want log-probabilities. None if no row does.
-            drafts: `[G, n]` int32, the model's own drafts. None if it drafts nothing.
             vectors: `[B, n]` float32 results of a model for search. None if the step samples.
         """
         token_ids = _NO_TOKENS if sampled is None else sampled.token_ids
         logprobs = None if sampled is None else sampled.logprobs
         if not self._cuda:
-            return HostTokens(token_ids, logprobs, sampling, vectors=vectors, drafts=drafts)
-        if drafts is not None:
-            drafts = self.copy(drafts)
+            return HostTokens(token_ids, logprobs, sampling, vectors=vectors)
         if vectors is not None:
             vectors = self.copy(vectors)
         if logprobs is not None:
@@ -122,7 +139,12 @@ class Readback:
         ids = buffer.ids[: len(token_ids)]
         ids.copy_(token_ids, non_blocking=True)
         buffer.copied.record()
-        return HostTokens(ids, logprobs, sampling, buffer, vectors, drafts)
+        return HostTokens(ids, logprobs, sampling, buffer, vectors)
+
+    def drafts(self, drafts: Tensor) -> HostDrafts:
+        """Starts the copy of the model's own drafts `[G, n]` int32."""
+        copied = self.copy(drafts)
+        return HostDrafts(copied, self.mark())
 
     def mark(self) -> torch.cuda.Event | None:
         """Returns an event after everything launched so far, or None on a CPU."""
@@ -196,9 +218,13 @@ class DevicePendingStep:
             vectors = self.tokens.vectors
             pooled = None if vectors is None else vectors.numpy()
             self._output = StepOutput(ids[:, None], ones, logprobs, scores, pooled)
-            if self.tokens.drafts is not None:
-                self._output = self._output._replace(drafts=self.tokens.drafts.numpy())
         return self._output
+
+    def drafts(self) -> Int32Array | None:
+        """Waits for the model's own drafts, and returns them; see `PendingStep`."""
+        if self.tokens is None or self.tokens.drafts is None:
+            return None
+        return self.tokens.drafts.wait()
 
 
 def _logprobs(

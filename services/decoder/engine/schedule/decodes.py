@@ -3,14 +3,13 @@
 A sequence gets one new token a step, or several if it verifies drafts (`chunk`).
 """
 
-from collections.abc import Iterable
-
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.schedule.background import Background
 from services.decoder.engine.schedule.block_manager import BlockManager
 from services.decoder.engine.schedule.chunk import Chunk
-from services.decoder.engine.schedule.sequence import Sequence
+from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from services.decoder.engine.schedule.speculation import Speculation
+from services.decoder.engine.step import Int32Array
 
 
 class Decodes:
@@ -65,17 +64,26 @@ class Decodes:
         if (found := self.decoding.pop(sequence.sequence_id, None)) is not None:
             self.awaiting[sequence.sequence_id] = found
 
-    def tokens_arrived(self, sequence: Sequence, offered: Iterable[int] = ()) -> None:
-        """Takes notice of new tokens of a sequence, which then may have drafts. In that case the
-        sequence is not planned before the host knows its last token.
+    def look_for_drafts(self, chunks: list[Chunk], drafts: Int32Array | None) -> None:
+        """Looks for drafts behind the new tokens of sequences. A sequence that has drafts is not
+        planned before the host knows its last token.
 
         Args:
-            sequence: the sequence.
-            offered: drafts that came with the tokens, up to the first id below 0.
+            chunks: the chunks of a step whose tokens were appended to their sequences.
+            drafts: `[B, n]`, drafts of the chunks that sample, up to the first id below 0. None if
+                no drafts came with the tokens.
         """
-        is_ahead = sequence.sequence_id in self.decoding
-        if self.speculation.tokens_arrived(sequence, len(self.decoding) - is_ahead, offered):
-            self.await_tokens(sequence)
+        if not self.speculation.max_drafts:
+            return
+        for index, chunk in enumerate([chunk for chunk in chunks if chunk.samples]):
+            sequence = chunk.sequence
+            if chunk.is_void or sequence.state is SequenceState.FINISHED:
+                continue
+            is_ahead = sequence.sequence_id in self.decoding
+            num_others = len(self.decoding) - is_ahead
+            offered = () if drafts is None else drafts[index]
+            if self.speculation.tokens_arrived(sequence, num_others, offered):
+                self.await_tokens(sequence)
 
     def choose_drafts(self, *, is_open: bool) -> None:
         """Chooses the drafts that sequences verify in the next step.

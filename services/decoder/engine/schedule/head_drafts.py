@@ -1,6 +1,6 @@
 """Drafts that the model's own layer for multi-token prediction has made on the device.
 
-They come with the tokens of a step. Pure Python.
+They come behind the tokens of a step. Pure Python.
 """
 
 from array import array
