@@ -20,6 +20,7 @@ from services.common.nn.collectives import Ranks, Share
 from services.common.nn.expert_stack import MODULE, ExpertStack
 from services.common.nn.experts import Experts, Router, StackedLinear
 from services.common.nn.linear import Linear
+from services.decoder.models.base import DRAFT_HEAD
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -220,9 +221,12 @@ class Adapters:
             layer.adapters = former.get(layer)
 
     def _layers(self) -> Iterator[tuple[str, Linear]]:
-        """Yields the linear layers by the names that adapters give their modules."""
+        """Yields the linear layers by the names that adapters give their modules.
+
+        The layer that drafts is left out: it drafts for all adapters alike.
+        """
         for path, layer in self.model.named_modules():
-            if isinstance(layer, Linear):
+            if isinstance(layer, Linear) and not path.startswith(f"{DRAFT_HEAD}."):
                 parent = path.rpartition(".")[0]
                 for part in layer.parts:
                     yield (f"{parent}.{part}" if part else path), layer

@@ -14,6 +14,9 @@ from services.decoder.operations.adapted import adapted
 from services.decoder.operations.ops import Ops
 from services.decoder.operations.step_kernels import StepKernels
 
+# Name of a model's submodule for multi-token prediction, and of its tensors in the files.
+DRAFT_HEAD = "mtp"
+
 
 @dataclass(frozen=True, slots=True)
 class StepContext:

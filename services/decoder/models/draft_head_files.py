@@ -17,10 +17,10 @@ from services.common.nn.layer_formats import set_methods
 from services.common.nn.linear import Linear
 from services.common.quantization import fp8_at_load
 from services.decoder.attention.base import AttentionBackend
+from services.decoder.models.base import DRAFT_HEAD
 from services.decoder.models.draft_head import DraftHead
 from services.decoder.models.transformer import Transformer
 
-DRAFT_HEAD = "mtp"  # name of the submodule, and of its tensors in the files
 _PREFIX = f"{DRAFT_HEAD}."
 _ROWS = 1 << 14  # number of rows that are quantized at a time
 _INSTEAD = "use --speculation lookup"

@@ -190,3 +190,11 @@ def test_drafts_read_eight_bits_and_the_model_its_own(tmp_path: Path) -> None:
     assert 0 < (found - exact).norm() / exact.norm() < 0.04  # three bits behind the point
     files = load_file(directory / "model.safetensors")
     assert torch.equal(model.lm_head.weight, files["lm_head.weight"])
+
+
+def test_slots_of_adapters_take_no_memory_for_the_layer(source: Path) -> None:
+    """Its drafts are those of the base model, so an adapter's change of it would do nothing."""
+    model = Harness(source, draft_head=True, max_drafts=1, max_adapters=1).model
+    named = {path for path, each in model.named_modules() if isinstance(each, Linear)}
+    changed = {path for path in named if model.get_submodule(path).adapters is not None}
+    assert changed == {path for path in named if not path.startswith("mtp.")} < named

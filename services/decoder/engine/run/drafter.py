@@ -4,7 +4,9 @@ The layer has keys and values of each position whose next token is known. A step
 those of the positions before its own tokens: the pair of a token's embedding and of the hidden
 state before it. Hidden states of the last tokens of each row are kept for the row's next step, and
 those at checkpoints of recurrent states with these. So neither the way in which a prompt is cut
-into chunks nor a prefix hit nor an image changes what the layer sees.
+into chunks nor a prefix hit nor an image changes what the layer sees, with one exception: the last
+position of a cached prefix has the token after it, which differs among the sequences that share the
+prefix. The sequence that was admitted last stores its own. The others may draft worse.
 
 Behind the sampled tokens the layer drafts further tokens, one after another, each for all rows. The
 device itself finds the last draft that is accepted, so drafts are launched right behind the

@@ -65,9 +65,9 @@ from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.pooling_runner import PoolingRunner
 from services.decoder.engine.run.step_computer import StepComputer
 from services.decoder.models.adapters import Adapters
+from services.decoder.models.base import DRAFT_HEAD
 from services.decoder.models.draft_head import DraftHead
 from services.decoder.models.draft_head_files import (
-    DRAFT_HEAD,
     add_draft_head,
     quantize_layer,
     quantize_output,
