@@ -220,6 +220,10 @@ class Gateway:
     async def submit(self, submit: pb.Submit) -> None:
         await self.call.write(pb.GenerateCommand(submit=submit))
 
+    async def send_batch(self, *commands: pb.GenerateCommand) -> None:
+        batch = pb.CommandBatch(commands=commands)
+        await self.call.write(pb.GenerateCommand(batch=batch))
+
     async def cancel(self, sequence_id: int) -> None:
         await self.call.write(pb.GenerateCommand(cancel=pb.Cancel(sequence_id=sequence_id)))
 

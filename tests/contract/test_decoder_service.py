@@ -128,6 +128,19 @@ async def test_tokens_between_first_and_last_come_without_events_to_gateways_tha
             assert older.num_bare_tokens == 0
 
 
+async def test_the_commands_of_a_batch_run_in_their_order():
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        description = await decoder.stub.Describe(pb.DescribeDecoderRequest())
+        assert description.takes_batches
+        submits = [pb.GenerateCommand(submit=submit_of(n, prompt_of(n))) for n in (1, 2, 3)]
+        cancel = pb.GenerateCommand(cancel=pb.Cancel(sequence_id=2))
+        await gateway.send_batch(*submits, cancel)
+        for number in (1, 3):
+            await gateway.end(number)
+            assert gateway.tokens[number] == alone(prompt_of(number), max_tokens=8)
+        assert (await gateway.end(2)).code == "cancelled"
+
+
 async def test_logprobs_of_a_prompt_cross_the_wire():
     prompt = prompt_of(1, 100)  # of two steps
     async with Decoder() as decoder, Gateway(decoder) as gateway:

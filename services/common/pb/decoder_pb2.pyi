@@ -77,7 +77,7 @@ class DescribeDecoderRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeDecoderResponse(_message.Message):
-    __slots__ = ("model_name", "dtype", "num_features", "hidden", "vocab_size", "max_model_len", "block_size", "num_blocks", "max_num_sequences", "fingerprint", "protocol", "task")
+    __slots__ = ("model_name", "dtype", "num_features", "hidden", "vocab_size", "max_model_len", "block_size", "num_blocks", "max_num_sequences", "fingerprint", "protocol", "task", "takes_batches")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class DescribeDecoderResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
+    TAKES_BATCHES_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     dtype: _encoder_pb2.DType
     num_features: int
@@ -102,17 +103,26 @@ class DescribeDecoderResponse(_message.Message):
     fingerprint: bytes
     protocol: int
     task: str
-    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[_Union[_encoder_pb2.DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., protocol: _Optional[int] = ..., task: _Optional[str] = ...) -> None: ...
+    takes_batches: bool
+    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[_Union[_encoder_pb2.DType, str]] = ..., num_features: _Optional[int] = ..., hidden: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., protocol: _Optional[int] = ..., task: _Optional[str] = ..., takes_batches: _Optional[bool] = ...) -> None: ...
 
 class GenerateCommand(_message.Message):
-    __slots__ = ("submit", "cancel", "accept")
+    __slots__ = ("submit", "cancel", "accept", "batch")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
     accept: Accept
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ...) -> None: ...
+    batch: CommandBatch
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., batch: _Optional[_Union[CommandBatch, _Mapping]] = ...) -> None: ...
+
+class CommandBatch(_message.Message):
+    __slots__ = ("commands",)
+    COMMANDS_FIELD_NUMBER: _ClassVar[int]
+    commands: _containers.RepeatedCompositeFieldContainer[GenerateCommand]
+    def __init__(self, commands: _Optional[_Iterable[_Union[GenerateCommand, _Mapping]]] = ...) -> None: ...
 
 class Accept(_message.Message):
     __slots__ = ("bare_tokens",)

@@ -48,6 +48,7 @@ class DecoderServicer(AdapterCalls):
             fingerprint=self._fingerprint,
             protocol=PROTOCOL,
             task=engine.task,
+            takes_batches=True,
         )
 
     async def Load(
@@ -91,16 +92,17 @@ class DecoderServicer(AdapterCalls):
 
     async def _read(self, commands: AsyncIterator[pb.GenerateCommand], stream: Stream) -> None:
         try:
-            async for command in commands:
-                match command.WhichOneof("command"):
-                    case "submit":
-                        self._front.submit(stream, command.submit)
-                    case "cancel":
-                        self._front.cancel(stream, command.cancel.sequence_id)
-                    case "accept":
-                        stream.outbox.takes_bare_tokens = command.accept.bare_tokens
-                    case _:  # a command of a newer gateway
-                        pass
+            async for message in commands:
+                for command in message.batch.commands or (message,):
+                    match command.WhichOneof("command"):
+                        case "submit":
+                            self._front.submit(stream, command.submit)
+                        case "cancel":
+                            self._front.cancel(stream, command.cancel.sequence_id)
+                        case "accept":
+                            stream.outbox.takes_bare_tokens = command.accept.bare_tokens
+                        case _:  # a command of a newer gateway
+                            pass
         except Exception:
             self._front.close_stream(stream)
             raise

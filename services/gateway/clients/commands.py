@@ -12,14 +12,21 @@ from services.common.tenancy.fair_order import FairOrder
 # Cost of a message in addition to its prompt, in bytes of prompt.
 _MESSAGE_COST = 4096
 _FIRST = -1.0  # place of a cancel, before all submits
+# A batch has at most this many commands, so that a submit of a tenant that rarely sends one is soon
+# behind those in flight, and it takes no further command once it has this many bytes.
+_MAX_BATCH, _BATCH_BYTES = 16, 1 << 20
 
 
 class Commands:
     """Queue of commands for one consumer. Submits wait in the fair order of their tenants, and
     cancels go before all submits.
+
+    Args:
+        batches: True if the decoder reads batches of commands.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, batches: bool = False) -> None:
+        self._batches = batches
         self._order = FairOrder()
         self._queue: asyncio.PriorityQueue[tuple[float, int]] = asyncio.PriorityQueue()
         self._submits: dict[int, pb.GenerateCommand] = {}  # waiting submits, by sequence id
@@ -40,11 +47,25 @@ class Commands:
             self._queue.put_nowait((_FIRST, sequence_id))
 
     async def next(self) -> pb.GenerateCommand:
-        """Returns the next command, and waits for it if there is none."""
-        while True:
-            place, sequence_id = await self._queue.get()
-            if place == _FIRST:
-                return pb.GenerateCommand(cancel=pb.Cancel(sequence_id=sequence_id))
-            self._order.served(place)
-            if (command := self._submits.pop(sequence_id, None)) is not None:
-                return command
+        """Returns the next command, or a batch of commands if several wait and the decoder reads
+        batches. Waits for a command if there is none.
+        """
+        while (command := self._take(*await self._queue.get())) is None:
+            pass
+        if not self._batches or self._queue.empty():
+            return command
+        commands, num_bytes = [command], command.ByteSize()
+        while len(commands) < _MAX_BATCH and num_bytes < _BATCH_BYTES and not self._queue.empty():
+            if (command := self._take(*self._queue.get_nowait())) is not None:
+                commands.append(command)
+                num_bytes += command.ByteSize()
+        return pb.GenerateCommand(batch=pb.CommandBatch(commands=commands))
+
+    def _take(self, place: float, sequence_id: int) -> pb.GenerateCommand | None:
+        """Returns the command of an entry that was taken from the queue. None if it is a submit
+        that was cancelled.
+        """
+        if place == _FIRST:
+            return pb.GenerateCommand(cancel=pb.Cancel(sequence_id=sequence_id))
+        self._order.served(place)
+        return self._submits.pop(sequence_id, None)

@@ -104,7 +104,7 @@ class DecoderPod(Pod):
 
     async def connect(self) -> None:
         self.description = await self.ask(self._describe, pb.DescribeDecoderRequest())
-        self._commands = Commands()
+        self._commands = Commands(batches=self.description.takes_batches)
         self.prompts = SentPrompts(self.description.num_blocks * self.description.block_size)
         self._num_streams += 1
         call = self._generate()

@@ -84,3 +84,26 @@ async def test_a_message_that_its_caller_changes_is_sent_as_it_was() -> None:
     message.sequence_id = 2
     commands.submit(message)
     assert await take(commands, 2) == [("submit", 1), ("submit", 2)]
+
+
+async def test_commands_that_wait_are_a_batch() -> None:
+    commands = Commands(batches=True)
+    for sequence_id in range(1, 21):
+        commands.submit(submit(sequence_id, "a"))
+    commands.cancel(3)  # dropped
+    commands.cancel(50)
+    batch = (await commands.next()).batch.commands
+    assert batch[0].cancel.sequence_id == 50
+    assert [each.submit.sequence_id for each in batch[1:]] == [1, 2, *range(4, 17)]
+    batch = (await commands.next()).batch.commands
+    assert [each.submit.sequence_id for each in batch] == [17, 18, 19, 20]
+    commands.submit(submit(21, "a"))
+    assert (await commands.next()).submit.sequence_id == 21
+
+
+async def test_a_batch_ends_with_the_command_that_makes_it_large() -> None:
+    commands = Commands(batches=True)
+    for sequence_id in range(1, 5):
+        commands.submit(submit(sequence_id, "a", num_tokens=150_000))
+    batch = (await commands.next()).batch.commands
+    assert [each.submit.sequence_id for each in batch] == [1, 2]
