@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 
 # Upper bounds in seconds, from a cache lookup to a long generation.
 LATENCY_BUCKETS = (
@@ -46,6 +47,12 @@ def current_request_id() -> str:
 _encode = json.JSONEncoder(default=str).encode  # `json.dumps` would create an encoder for each line
 
 
+@lru_cache(1)  # Formatting a time takes microseconds, and a second has many lines.
+def _second(unix_s: int) -> str:
+    """Returns a Unix time in ISO 8601, without a fraction and a time zone."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(unix_s))
+
+
 class _JsonFormatter(logging.Formatter):
     """Formats a record as a JSON object in one line, with the `request_id` of the running task. The
     record's `extra={"fields": {...}}` is merged into the object.
@@ -57,8 +64,7 @@ class _JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-            + f".{int(record.msecs):03d}Z",
+            "time": f"{_second(int(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "service": self._service,
             "logger": record.name,

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from fastapi import APIRouter
 from starlette.types import ASGIApp
 
 from services.common.adapter_config import merged_fingerprint
@@ -39,6 +38,7 @@ from services.gateway.endpoints.tokenization import TokenizerInfo
 from services.gateway.entry_store import MAX_BYTES, MAX_TENANT_BYTES, EntryStore, MemoryEntryStore
 from services.gateway.http.audit_log import AuditLog
 from services.gateway.http.middleware import Middleware, with_cors
+from services.gateway.http.router import Router
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
 from services.gateway.media.embeddings import ClientEmbeddings
 from services.gateway.media.images import ImageReader
@@ -152,7 +152,7 @@ def create_gateway(
     if spec.search is not None:
         search = SearchService(spec, service, SearchPrompts(spec, tokenizer, bounds))
     audit = AuditLog(metrics, service.model_name)
-    router = APIRouter(lifespan=lambda _: _running(service, leases, web, loader, store, runner))
+    router = Router(lifespan=lambda _: _running(service, leases, web, loader, store, runner))
     runner = None
     if batch_bytes:
         batch_bounds = batch_bounds or RunnerBounds()
@@ -166,7 +166,7 @@ def create_gateway(
     )
     # msgspec checks requests, and `openapi` describes them from the same types, so FastAPI's own
     # validation and document are not used.
-    router.routes += routes
+    router.add(routes)
     same_site = _same_site(settings, needs_key=not keyring.is_open)
     middleware = Middleware(
         router, same_site, admission, keyring, leases, audit, service.model_name

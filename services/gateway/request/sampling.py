@@ -87,6 +87,8 @@ class SamplingReader:
 
     def __init__(self, tokenizer: ModelTokenizer, defaults: SamplingParams) -> None:
         self._defaults = defaults
+        # Reading a field of a message takes longer than reading an entry of a dict.
+        self._numbers = {name: getattr(defaults, name) for name in (*_NUMBERS, "top_k")}
         self._bad_words = BadWords(tokenizer)
 
     def read(self, request: ChatRequest, vocab_size: int) -> SamplingParams:
@@ -167,7 +169,7 @@ class SamplingReader:
 
     def _value(self, request: ChatRequest, name: str) -> Any:  # noqa: ANN401
         value = getattr(request, name)
-        return getattr(self._defaults, name) if value is None else value
+        return self._numbers[name] if value is None else value
 
 
 class BadWords:

@@ -18,6 +18,7 @@ several pairs for a token, so that the reference encodes it.
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,9 @@ from tokenizers import normalizers
 # tiktoken matches runs of white space by recursion, which overflows the stack at about a million
 # characters. The reference encodes texts with such runs of white space.
 _LONG_BLANK = re.compile(r"\s(?<!\s\s)\s{999}")
+# Longest text in characters whose ids are kept. Templates write the same few short pieces between
+# added tokens in each prompt, such as `assistant` and a line feed.
+_SHORT, _MAX_KEPT = 16, 4096
 _WINDOW = 500  # characters; a run of 1,000 fills at least one aligned window
 
 
@@ -56,6 +60,7 @@ class BytePairs:
         self._encoding = Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         # Python's tables are of another Unicode version than the reference's.
         self._nfc = normalizers.NFC() if nfc else None
+        self._encode_short = lru_cache(_MAX_KEPT)(self._encoding.encode_ordinary)
 
     @classmethod
     def of(cls, definition: Mapping[str, Any]) -> "BytePairs | None":
@@ -85,6 +90,8 @@ class BytePairs:
             return None
         if self._nfc is not None and not text.isascii():
             text = self._nfc.normalize_str(text)
+        if len(text) <= _SHORT:
+            return list(self._encode_short(text))
         return self._encoding.encode_ordinary(text)
 
 
