@@ -44,6 +44,12 @@ class TokenEvent(Struct, frozen=True):
         return self.finish_reason is not None or self.error is not None
 
     @property
+    def only_tokens(self) -> bool:
+        """True if the event is about tokens in the middle of a choice and nothing else."""
+        others = self.started or self.prompt_logprobs or self.decoder_drains or self.is_last
+        return bool(self.token_ids) and not others
+
+    @property
     def num_bytes(self) -> int:
         """Estimate of the memory that the event takes, in bytes."""
         num_bytes = 256 + 40 * len(self.token_ids) + len(self.vector)

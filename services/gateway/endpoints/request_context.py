@@ -100,6 +100,7 @@ class RequestContext:
 
     async def collect(self, completion: Completion) -> list[list[Update]]:
         """Runs a completion to its end; returns the updates of each choice."""
+        completion.sent_whole = True
         updates_of: list[list[Update]] = [[] for _ in completion.choices]
         async with aclosing(self.service.answer(completion, holds_updates=True)) as answer:
             async for updates in answer:

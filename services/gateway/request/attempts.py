@@ -81,7 +81,7 @@ class Attempts:
         self._request = request
         self._decoders = decoders
         self._metrics = metrics
-        self._mailbox = Mailbox()
+        self._mailbox = Mailbox(request.portion)
         self._counted_bytes = 0  # bytes of waiting events that the request's memory has counted
         self._losses = Losses()
         self._encodes = EncodeCalls(

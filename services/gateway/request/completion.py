@@ -29,6 +29,9 @@ from services.gateway.tenancy.slot import Slot
 
 Medium = Image | Video
 
+# Events of an answer that nobody reads before its end, per turn of the event loop.
+_PORTION = 32
+
 
 @dataclass(slots=True)
 class Completion:
@@ -56,6 +59,7 @@ class Completion:
         prompt_scores: log probabilities of the prompt's tokens.
         prediction: int32 ids of the request's prediction. Empty if there is none.
         predicted: numbers of accepted and rejected tokens of the prediction so far.
+        sent_whole: True if the answer is sent when it is complete.
     """
 
     request_id: str
@@ -76,6 +80,16 @@ class Completion:
     prompt_scores: PromptScores = field(default_factory=PromptScores)
     prediction: bytes = b""
     predicted: tuple[int, int] = 0, 0
+    sent_whole: bool = False
+
+    @property
+    def portion(self) -> int:
+        """Number of events that are read at a time. It is 1 if somebody waits for each token, or if
+        the text of a choice may end it before the decoder does.
+        """
+        found = self.answer_format
+        depends_on_text = bool(self.chat.stop) or found.calls is not None or found.thinks
+        return _PORTION if self.sent_whole and not depends_on_text else 1
 
     def remaining_s(self) -> float:
         """Returns the time in seconds to the deadline. Always positive, for use as a timeout."""

@@ -15,11 +15,15 @@ class Mailbox:
     """Queue of messages from several producers of one event loop for one consumer, which takes all
     waiting messages at once.
 
+    Args:
+        portion: number of messages that are waited for if each of them only has tokens.
+
     Attributes:
         num_bytes: bytes of the messages that wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, portion: int = 1) -> None:
+        self._portion = portion
         self._messages: list[Message] = []
         self.num_bytes = 0
         self._arrival: asyncio.Future[None] | None = None  # future that `take` waits for
@@ -28,6 +32,9 @@ class Mailbox:
         """Adds a message. Never waits."""
         self._messages.append(message)
         self.num_bytes += num_bytes
+        has_news = not (isinstance(message, TokenEvent) and message.only_tokens)
+        if not has_news and len(self._messages) < self._portion:
+            return
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
