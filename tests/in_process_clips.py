@@ -39,6 +39,6 @@ class InProcessClips:
 
     @contextmanager
     def frames(
-        self, file: MemoryAddress, size: Size, indices: tuple[int, int]
+        self, file: MemoryAddress, size: Size, indices: tuple[int, int], lane: int = 0
     ) -> Generator[list[np.ndarray]]:
         yield frame_pixels(self._files[file.name], tuple(dict.fromkeys(indices)))

@@ -75,8 +75,15 @@ class Preprocessor:
             resized = resize(torch.from_numpy(pixels), height, width, self.geometry.resample)
             return out.copy_(resized)
 
-    def decode_video(self, video: Video, unit: Unit) -> list[Tensor]:
+    def max_decoders(self, video: Video) -> int:
+        """Returns how many decoders may have videos of this size open at the same time."""
+        return self.video_decoders.max_open(video.size) if self.video_decoders else 1
+
+    def decode_video(self, video: Video, unit: Unit, lane: int = 0) -> list[Tensor]:
         """Decodes the frames of a unit of a video. The video's decoder is free afterwards.
+
+        Args:
+            lane: number of the video's decoder.
 
         Returns:
             The unit's different frames in order, `[height, width, 3]` uint8 each: two, or one if
@@ -90,7 +97,7 @@ class Preprocessor:
         if self.video_decoders is None or unit.frames is None:
             raise InvalidVideo("this model takes no videos")
         height, width = self.geometry.size_of(unit)
-        with self.video_decoders.frames(video.file, video.size, unit.frames) as shared:
+        with self.video_decoders.frames(video.file, video.size, unit.frames, lane) as shared:
             frames = [torch.from_numpy(pixels) for pixels in shared]
             if sum(frame.nbytes for frame in frames) > self.max_copied_bytes:
                 frames = [resize(frame, height, width, self.frame_resample) for frame in frames]

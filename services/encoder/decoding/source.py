@@ -15,10 +15,12 @@ class Video(msgspec.Struct, frozen=True):
     Attributes:
         file: address of the file's bytes. Its name identifies the video.
         size: height and width of the video's upright frames, in pixels.
+        start: key frame from which the unit's first frame is decoded.
     """
 
     file: MemoryAddress
     size: Size
+    start: int = 0
 
 
 class Source(msgspec.Struct, frozen=True):

@@ -8,8 +8,8 @@ both can run. Jobs pass through four kinds of threads:
    the next batch is prepared while the device works.
 2. The threads of the preprocessing pool prepare jobs. The job of the lowest rank comes first; ranks
    are assigned by the front, fairly among tenants. The frames of a video are decoded in their
-   order, by one thread at a time. If there are several threads, the videos of one tenant
-   never occupy all threads.
+   order, by one thread, or by several threads from different key frames while other threads are
+   free. If there are several threads, the videos of one tenant never occupy all threads.
 3. The loop puts jobs that can run into the batcher, launches batches on the device, and reports the
    end of each job to the front. No other thread uses the batcher.
 4. The waiter waits for the device, and reports each feature of a batch when it is in the arena.
@@ -54,7 +54,7 @@ from services.encoder.engine.messages import (
 )
 from services.encoder.engine.preparation_queue import PreparationQueue
 from services.encoder.engine.runner import LaunchedBatch, Runner
-from services.encoder.engine.video_turns import VideoTurns
+from services.encoder.engine.video_queue import VideoQueue
 
 # Number of batches that may be launched at a time. One runs, and one is queued on the device after
 # it, so that the device is never idle.
@@ -71,7 +71,7 @@ class Engine:
         max_batch_patches: most patches of a batch. These are the patches that the tower reads, of
         which several later become one image token.
         workers: number of threads of the preprocessing pool. The videos of one tenant
-            occupy at most `workers` - 1 of them. If there is only one thread, they may occupy it.
+            occupy at most `workers` - 1 of them. The only thread may be occupied by them.
         clock: monotonic clock, in seconds.
     """
 
@@ -94,11 +94,11 @@ class Engine:
         self._batcher = Batcher(max_batch_patches)
         self._workers = workers
         self._unprepared = PreparationQueue(max(1, workers - 1))
-        self._video_turns = VideoTurns()
         self._mailbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._awaited: queue.SimpleQueue[LaunchedBatch | None] = queue.SimpleQueue()
         # Jobs that have not ended, by id. The receiver adds them, and the loop removes them.
         self._jobs: dict[int, Job] = {}
+        self._videos = VideoQueue(self._unprepared, self._jobs, max_further=workers // 4)
         self._launched: deque[LaunchedBatch] = deque()
         self._stopping = False
         self._num_images = 0
@@ -115,6 +115,11 @@ class Engine:
     def num_unprepared(self) -> int:
         """Number of images and videos that wait for a thread of the preprocessing pool."""
         return len(self._unprepared)
+
+    @property
+    def num_free(self) -> int:
+        """Number of threads of the preprocessing pool that have no work. Negative if work waits."""
+        return self._unprepared.num_free
 
     @property
     def num_ready(self) -> int:
@@ -163,16 +168,16 @@ class Engine:
     def _queue_preparation(self, message: EncodeImage) -> None:
         """Queues a job for the pool.
 
-        Each image has an entry of its own in the queue. A video has at most one entry, however many
-        of its frames wait. The thread that takes a video's entry asks `VideoTurns` which frames of
-        the video come first.
+        Each image has an entry of its own in the queue. A video has at most one entry per lane,
+        however many of its frames wait.
         """
         turn = message.rank, message.job_id
         video, frames = message.source.video, message.unit.frames
         if video is None or frames is None:
             self._unprepared.put(turn)
-        elif (video_turn := self._video_turns.add(video.file.name, frames, turn)) is not None:
-            self._unprepared.put(video_turn, message.tenant)
+        else:
+            max_lanes = self._preprocessor.max_decoders(video)
+            self._videos.add(video, frames, turn, message.tenant, max_lanes)
 
     # Methods of the waiter's thread.
 
@@ -193,28 +198,21 @@ class Engine:
     def _preprocess_all(self) -> None:
         while (taken := self._unprepared.get()) is not None:
             job_id, tenant = taken
-            job = self._jobs[job_id]
+            job, lane = self._jobs[job_id], 0
             # Closing the stack ends the video's turn, so that another thread may take the next one.
             with ExitStack() as video_turn:
                 if tenant is not None and job.source.video is not None:
                     name = job.source.video.file.name
-                    # Several jobs may wait for frames of this video. The one whose frames come
-                    # first in the video is taken, even if the queue has returned another one.
-                    job = self._jobs[self._video_turns.take(name)]
-                    video_turn.callback(self._end_video_turn, name, tenant)
-                self._preprocess(job, video_turn)
+                    job, lane = self._videos.take(job)
+                    video_turn.callback(self._videos.done, name, lane, tenant)
+                self._preprocess(job, lane, video_turn)
 
-    def _end_video_turn(self, video: str, tenant: str) -> None:
-        self._unprepared.done(tenant)
-        if (following := self._video_turns.done(video)) is not None:
-            self._unprepared.put(following, self._jobs[following[1]].tenant)
-
-    def _preprocess(self, job: Job, video_turn: ExitStack) -> None:
+    def _preprocess(self, job: Job, lane: int, video_turn: ExitStack) -> None:
         start = self._clock()
         try:
             if not job.cancelled:
                 self._report_begun(job.job_id)
-                job.pixels = self._prepare(job, video_turn)
+                job.pixels = self._prepare(job, lane, video_turn)
                 self._report_paused(job.job_id)
         except ChannelClosed:
             job.cancelled = True
@@ -228,13 +226,13 @@ class Engine:
         job.preprocess_s = self._clock() - start
         self._mailbox.put(job)
 
-    def _prepare(self, job: Job, video_turn: ExitStack) -> Tensor:
+    def _prepare(self, job: Job, lane: int, video_turn: ExitStack) -> Tensor:
         """Decodes and resizes a job's image. The turn of a video ends after the decoding, so that
         another thread can decode the video's next frames during the resizing.
         """
         if job.source.video is None:
             return self._preprocessor.prepare(job.source, job.unit)
-        frames = self._preprocessor.decode_video(job.source.video, job.unit)
+        frames = self._preprocessor.decode_video(job.source.video, job.unit, lane)
         video_turn.close()
         return self._preprocessor.resize_frames(frames, job.unit)
 
@@ -397,7 +395,7 @@ class Engine:
             self._channel.send(ActiveJobs(sorted(self._active)))
 
     def _report_paused(self, job_id: int) -> None:
-        """Tells the front that nothing works on a job for now, because it waits for its batch."""
+        """Tells the front that the job waits for its batch, so that nothing works on it now."""
         with self._sending:
             self._active.discard(job_id)
             self._channel.send(ActiveJobs(sorted(self._active)))

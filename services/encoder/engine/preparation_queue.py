@@ -25,12 +25,19 @@ class PreparationQueue:
         self._images: list[Turn] = []
         self._videos: dict[str, list[Turn]] = {}  # by tenant
         self._running: Counter[str] = Counter()  # videos being decoded, by tenant
+        self._num_idle = 0  # threads that wait for a turn
         self._is_closed = False
+
+    @property
+    def num_free(self) -> int:
+        """Number of threads that wait for more turns than there are. Negative if turns wait."""
+        with self._changed:
+            return self._num_idle - self._num_turns()
 
     def __len__(self) -> int:
         """Number of turns that wait."""
         with self._changed:
-            return len(self._images) + sum(map(len, self._videos.values()))
+            return self._num_turns()
 
     def put(self, turn: Turn, tenant: str | None = None) -> None:
         """Adds a turn.
@@ -60,7 +67,9 @@ class PreparationQueue:
                         if not turns:
                             del self._videos[tenant]
                     return job_id, tenant
+                self._num_idle += 1
                 self._changed.wait()
+                self._num_idle -= 1
         return None
 
     def done(self, tenant: str) -> None:
@@ -74,6 +83,9 @@ class PreparationQueue:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+    def _num_turns(self) -> int:
+        return len(self._images) + sum(map(len, self._videos.values()))
 
     def _next(self) -> tuple[str | None, list[Turn]]:
         """Returns the heap whose first turn is next, and its tenant if it is a heap of videos."""

@@ -1,62 +1,156 @@
-"""The order in which the units of a video are decoded.
+"""The order in which the units of a video are decoded, and its division among threads.
 
-A video is decoded in one forward pass. Therefore a video occupies at most one thread, which
-takes the waiting unit with the earliest frames, even if a later unit of the video has a lower rank.
-Between two units of a video, images and other videos have their turns.
+A *segment* is the part of a video from one key frame to the next. A *lane* is a thread with a
+decoder of its own that has the video open. A lane decodes the units of one segment in the order of
+their frames, even if a later unit of the segment has a lower rank, and then takes another segment.
+A video has one lane, and further lanes only while threads and memory are free. Between two units of
+a lane, images and other videos have their turns.
 """
 
 import threading
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 Turn = tuple[float, int]  # rank and job id of an entry of the preparation queue
 _Waiting = tuple[tuple[int, int], int, float]  # frames, job id and rank of a unit
 
 
-class VideoTurns:
-    """The waiting units of each video. A video with waiting units either has one turn in the
-    preparation queue or is being decoded. Several threads use it.
+class LaneUnit(NamedTuple):
+    """A unit that a lane decodes.
+
+    Attributes:
+        job_id: job id of the unit.
+        lane: number of the lane, from 0. Units of one lane are decoded by the same decoder.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[Hashable, list[_Waiting]] = {}
+    job_id: int
+    lane: int
 
-    def add(self, video: Hashable, frames: tuple[int, int], turn: Turn) -> Turn | None:
+
+@dataclass(slots=True)
+class _Video:
+    """The units of a video that wait, and its lanes.
+
+    Attributes:
+        segments: waiting units by segment, which is named by its first frame. Units are a heap.
+        lanes: segment of each lane that has a turn or is decoding.
+        last: last segment of each lane. Its decoder continues there without a step back.
+    """
+
+    segments: dict[int, list[_Waiting]] = field(default_factory=dict[int, list[_Waiting]])
+    lanes: dict[int, int] = field(default_factory=dict[int, int])
+    last: dict[int, int] = field(default_factory=dict[int, int])
+
+    def turn(self, lane: int) -> Turn:
+        """Returns a turn for the first waiting unit of the lane's segment."""
+        _, job_id, rank = self.segments[self.lanes[lane]][0]
+        return rank, job_id
+
+    def unclaimed(self) -> int | None:
+        """Returns the first segment with waiting units that no lane has. None if there is none."""
+        return min(self.segments.keys() - set(self.lanes.values()), default=None)
+
+    def free_lane(self, segment: int) -> int:
+        """Returns the number of a new lane: the one whose decoder is closest before the segment,
+        or an unused number.
+        """
+        used = [lane for lane in self.last if lane not in self.lanes and self.last[lane] <= segment]
+        if used:
+            return max(used, key=lambda lane: self.last[lane])
+        return next(lane for lane in range(len(self.lanes) + 1) if lane not in self.lanes)
+
+
+class VideoTurns:
+    """The waiting units of each video. Each lane of a video either has one turn in the preparation
+    queue or is decoding a unit. Several threads use it.
+
+    Args:
+        max_further: most lanes of all videos together in addition to the first lane of each.
+    """
+
+    def __init__(self, max_further: int = 0) -> None:
+        self._max_further = max_further
+        self._lock = threading.Lock()
+        self._videos: dict[Hashable, _Video] = {}
+        self._turns: dict[Turn, tuple[Hashable, int]] = {}  # video and lane of each queued turn
+
+    def add(
+        self,
+        video: Hashable,
+        frames: tuple[int, int],
+        turn: Turn,
+        *,
+        start: int = 0,
+        max_lanes: int = 1,
+    ) -> Turn | None:
         """Adds a unit.
 
         Args:
             video: name of the unit's video.
             frames: numbers of the unit's two frames.
             turn: rank and job id of the unit.
+            start: first frame of the unit's segment.
+            max_lanes: most lanes of all videos at which a further lane of this video may begin. 1
+                if no thread is free.
 
         Returns:
-            The turn to queue. None if the video already has a turn or is being decoded.
+            The turn to queue. None if the lanes of the video will decode the unit.
         """
         rank, job_id = turn
         with self._lock:
-            units = self._waiting.get(video)
-            if units is not None:
-                heappush(units, (frames, job_id, rank))
+            found = self._videos.setdefault(video, _Video())
+            heappush(found.segments.setdefault(start, []), (frames, job_id, rank))
+            num_lanes = sum(len(each.lanes) for each in self._videos.values())
+            num_further = num_lanes - sum(1 for each in self._videos.values() if each.lanes)
+            if found.lanes and (
+                start in found.lanes.values()
+                or num_lanes >= max_lanes
+                or num_further >= self._max_further
+            ):
                 return None
-            self._waiting[video] = [(frames, job_id, rank)]
-            return turn
+            return self._begin(video, found, found.free_lane(start), start)
 
-    def take(self, video: Hashable) -> int:
-        """Returns the job id of the unit to decode, when the video's turn has come."""
+    def take(self, turn: Turn) -> LaneUnit:
+        """Returns the unit to decode, when a turn has come."""
         with self._lock:
-            return heappop(self._waiting[video])[1]
+            video, lane = self._turns.pop(turn)
+            found = self._videos[video]
+            segment = found.lanes[lane]
+            units = found.segments[segment]
+            _, job_id, _ = heappop(units)
+            if not units:
+                del found.segments[segment]
+            return LaneUnit(job_id, lane)
 
-    def done(self, video: Hashable) -> Turn | None:
-        """Records that a unit of the video has been decoded.
+    def done(self, video: Hashable, lane: int = 0, *, is_busy: bool = False) -> Turn | None:
+        """Records that a lane has decoded its unit.
+
+        Args:
+            video: name of the video.
+            lane: number of the lane.
+            is_busy: True if other work waits for a thread. Further lanes then end with their
+                segments.
 
         Returns:
-            The turn to queue. None if no unit of the video waits.
+            The turn to queue. None if the lane has ended.
         """
         with self._lock:
-            units = self._waiting[video]
-            if not units:
-                del self._waiting[video]
-                return None
-            _, job_id, rank = units[0]
-            return rank, job_id
+            found = self._videos[video]
+            segment = found.lanes.pop(lane)
+            if segment not in found.segments:
+                following = found.unclaimed()
+                if following is None or (is_busy and found.lanes):
+                    if not found.lanes:
+                        del self._videos[video]
+                    return None
+                segment = following
+            return self._begin(video, found, lane, segment)
+
+    def _begin(self, video: Hashable, found: _Video, lane: int, segment: int) -> Turn:
+        """Gives a lane a segment, and returns the lane's next turn."""
+        found.lanes[lane] = found.last[lane] = segment
+        turn = found.turn(lane)
+        self._turns[turn] = video, lane
+        return turn

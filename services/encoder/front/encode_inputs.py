@@ -137,7 +137,8 @@ class InputReader:
 
     def _inputs(self, request: pb.EncodeRequest, unit: Unit) -> EncodeInputs:
         video = self._videos.get(request.video_digest) if request.video_digest else None
-        source = Source(request.image, request.second_image, video.video if video else None)
+        frame = unit.frames[0] if unit.frames else 0
+        source = Source(request.image, request.second_image, video.video(frame) if video else None)
         if unit.frames is None and (video or source.second):
             raise InvalidRequest("a still image must have neither a video nor a second image")
         if video and source.num_bytes:

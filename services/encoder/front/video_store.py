@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from services.common.embeddings.shared_memory import MemoryAddress
 from services.common.embeddings.shared_task import SharedTask
 from services.common.errors import InvalidRequest, InvalidVideo, Overloaded, VideoNotHeld
@@ -49,10 +51,12 @@ class StoredVideo:
     facts: Facts
     expires_at: float
 
-    @property
-    def video(self) -> Video:
-        """The video as a source of units."""
-        return Video(self.file, (self.facts.height, self.facts.width))
+    def video(self, frame: int = 0) -> Video:
+        """Returns the video as the source of a unit, by the unit's first frame."""
+        keys = np.frombuffer(self.facts.key_frames, "<i4")
+        at = int(np.searchsorted(keys, frame, "right"))
+        start = int(keys[at - 1]) if at else 0
+        return Video(self.file, (self.facts.height, self.facts.width), start)
 
     def frame_digest(self, index: int) -> bytes:
         """Returns the digest of a frame.

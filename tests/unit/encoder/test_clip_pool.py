@@ -92,6 +92,35 @@ def test_a_video_that_is_asked_for_again_is_still_open(pool: ClipPool, held: Hel
         pool.probe(MemoryAddress(os.getpid(), files[0].fd, "triptych-0", 100))
 
 
+@pytest.mark.parametrize("kind", ["mp4", "webm"])
+def test_pixels_do_not_depend_on_the_division_among_lanes(
+    pool: ClipPool, held: Held, kind: str
+) -> None:
+    data = make(kind, frames=60, options={"g": "15", "keyint_min": "15"})
+    file = held.put(data)
+    keys = np.frombuffer(pool.probe(file).key_frames, "<i4")
+    assert len(keys) >= 3
+    pairs = [(frame, frame + 4) for frame in range(0, 56, 5)]
+    expected = frame_pixels(data, tuple(index for pair in pairs for index in pair))
+    lanes = [int(np.searchsorted(keys, first, "right")) % 2 for first, _ in pairs]
+    found = dict[tuple[int, int], list[np.ndarray]]()
+    # The last segment of each lane comes first, so that a decoder also steps back.
+    order = sorted(range(len(pairs)), key=lambda at: (pairs[at][0] < keys[-2], at))
+    for at in order:
+        with pool.frames(file, SIZE, pairs[at], lanes[at]) as pixels:
+            found[pairs[at]] = [each.copy() for each in pixels]
+    assert {file.name, f"{file.name}/1"} <= set(pool.open_videos)
+    pixels = [each for pair in pairs for each in found[pair]]
+    assert all(np.array_equal(*both) for both in zip(pixels, expected, strict=True))
+
+
+def test_memory_bounds_the_lanes() -> None:
+    pool = ClipPool(8, memory_bytes=2 << 30)
+    assert pool.max_open((1080, 1920)) == 6 and pool.max_open(SIZE) == 8
+    assert pool.max_open((2304, 4096)) == 2
+    pool.close()
+
+
 def test_a_worker_is_started_ahead_of_each_video(held: Held) -> None:
     pool = ClipPool(2, memory_bytes=4 << 30)
     try:

@@ -138,6 +138,7 @@ class FakePreprocessor:
         release: set when the blocked image may be prepared.
         prepared: images that were prepared, empty for frames of videos.
         decoded: frames of videos whose decoding has begun.
+        lanes: lane of each of them.
     """
 
     def __init__(self) -> None:
@@ -149,6 +150,7 @@ class FakePreprocessor:
         self.release = threading.Event()
         self.prepared: list[bytes] = []
         self.decoded: list[tuple[int, int]] = []
+        self.lanes: dict[tuple[int, int], int] = {}
 
     def prepare(self, source: Source, unit: Unit) -> torch.Tensor:
         (self.release if source.image == self.blocked else self.may_prepare).wait(PATIENCE_S)
@@ -159,9 +161,13 @@ class FakePreprocessor:
             raise RuntimeError("a bug")
         return torch.zeros(unit.grid[1] * 16, unit.grid[2] * 16, 3, dtype=torch.uint8)
 
-    def decode_video(self, video: Video, unit: Unit) -> list[torch.Tensor]:
+    def max_decoders(self, video: Video) -> int:
+        return 4
+
+    def decode_video(self, video: Video, unit: Unit, lane: int = 0) -> list[torch.Tensor]:
         assert unit.frames is not None
         self.decoded.append(unit.frames)
+        self.lanes[unit.frames] = lane
         self.may_decode.wait(PATIENCE_S)
         if unit.frames == BAD_FRAMES:
             raise InvalidVideo("the frames cannot be decoded")
@@ -189,7 +195,7 @@ class FakeClock:
 class Running:
     """An engine in a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = 2) -> None:
         self.clock = FakeClock()
         front_end, engine_end = create_socket_pair()
         self.ends = (front_end, engine_end)
@@ -201,7 +207,7 @@ class Running:
             self.runner,  # type: ignore[arg-type]
             self.preprocessor,  # type: ignore[arg-type]
             max_batch_patches=64,
-            workers=2,
+            workers=workers,
             clock=self.clock,
         )
         self.thread = threading.Thread(target=self.engine.run)
@@ -329,7 +335,7 @@ def test_the_next_frames_are_decoded_while_the_last_are_resized(running: Running
 
 
 def test_a_tenants_videos_leave_a_thread_to_others(running: Running) -> None:
-    """To images of its own, too, and to videos of other tenants."""
+    """The thread also serves images of the tenant, and videos of other tenants."""
 
     def unit_of(name: str, job_id: int, tenant: str) -> EncodeImage:
         video = Source(video=Video(MemoryAddress(0, 0, name, 0), (64, 64)))
@@ -345,6 +351,31 @@ def test_a_tenants_videos_leave_a_thread_to_others(running: Running) -> None:
     wait_until(lambda: running.preprocessor.decoded == [(0, 0), (11, 11)])
     running.preprocessor.may_decode.set()
     assert running.front.codes(0, 1, 2, 3, 11) == [""] * 5
+
+
+def test_free_threads_decode_a_video_from_its_key_frames() -> None:
+    running = Running(workers=8)
+    try:
+        wait_until(lambda: running.engine.num_free == 8)
+        running.preprocessor.may_decode.clear()
+        for job_id in range(8):
+            memory = MemoryAddress(0, 0, "clip", 0)
+            video = Source(video=Video(memory, (64, 64), start=job_id // 2 * 10))
+            frames = 5 * job_id, 5 * job_id + 1
+            running.front.send(EncodeImage(job_id, video, Unit(GRID, frames)))
+            running.front.send(PlaceImage(job_id, 0))
+        # Two further lanes are a quarter of the threads.
+        wait_until(lambda: sorted(running.preprocessor.decoded) == [(0, 1), (10, 11), (20, 21)])
+        running.front.encode(10)
+        assert running.front.codes(10) == [""]
+        running.preprocessor.may_decode.set()
+        assert running.front.codes(*range(8)) == [""] * 8
+        lanes = running.preprocessor.lanes
+        assert len(running.preprocessor.decoded) == len(lanes) == 8
+        for first in (0, 10, 20, 30):  # one decoder for each segment
+            assert lanes[first, first + 1] == lanes[first + 5, first + 6]
+    finally:
+        running.stop()
 
 
 def test_an_image_the_device_cannot_take_fails_alone(running: Running) -> None:

@@ -55,7 +55,7 @@ async def test_a_file_is_read_once_and_named_by_its_digest(
     first, *others = await asyncio.gather(*(held(videos, b"clip") for _ in range(5)))
     assert all(other is first for other in others) and clips.read == [b"clip"]
     assert await held(videos, b"clip") is first and videos.get(first.digest) is first
-    assert first.video.size == (48, 64)
+    assert first.video().size == (48, 64)
     assert (first.frame_digest(0), first.frame_digest(1)) == (b"a" * 16, b"b" * 16)
     for index in (2, -1):
         with pytest.raises(InvalidRequest):

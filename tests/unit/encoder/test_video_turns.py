@@ -1,6 +1,10 @@
-"""One thread at a time works on a video, and takes the unit whose frames come first."""
+"""A lane of a video decodes the units of a segment in the order of their frames, and then another
+segment. Each unit is decoded once, and no segment by two lanes at the same time.
+"""
 
-from services.encoder.engine.video_turns import VideoTurns
+import random
+
+from services.encoder.engine.video_turns import LaneUnit, Turn, VideoTurns
 
 
 def test_units_of_a_video_are_taken_in_the_order_of_their_frames() -> None:
@@ -8,12 +12,80 @@ def test_units_of_a_video_are_taken_in_the_order_of_their_frames() -> None:
     assert turns.add("a", (8, 9), (1.0, 10)) == (1.0, 10)
     assert turns.add("a", (0, 1), (2.0, 11)) is None
     assert turns.add("b", (4, 5), (1.5, 12)) == (1.5, 12)
-    assert turns.take("a") == 11
-    assert turns.add("a", (4, 5), (3.0, 13)) is None  # in work: no second thread
-    assert turns.done("a") == (3.0, 13)
-    assert turns.take("a") == 13
+    assert turns.take((1.0, 10)) == LaneUnit(11, 0)
+    assert turns.add("a", (4, 5), (3.0, 13), start=3, max_lanes=9) is None  # no further lane
     assert turns.done("a") == (1.0, 10)
-    assert turns.take("a") == 10
+    assert turns.take((1.0, 10)) == LaneUnit(10, 0)
+    assert turns.done("a") == (3.0, 13)
+    assert turns.take((3.0, 13)) == LaneUnit(13, 0)
     assert turns.done("a") is None
-    assert turns.take("b") == 12 and turns.done("b") is None
+    assert turns.take((1.5, 12)) == LaneUnit(12, 0) and turns.done("b") is None
     assert turns.add("a", (2, 3), (4.0, 14)) == (4.0, 14)
+
+
+def test_lanes_take_segments_in_order_and_continue_where_their_decoder_is() -> None:
+    turns = VideoTurns(max_further=1)
+    firsts = [(frame, frame + 1) for frame in range(0, 12, 2)]
+    added = [
+        turns.add("a", frames, (0.0, job_id), start=4 * (job_id // 2), max_lanes=2)
+        for job_id, frames in enumerate(firsts)
+    ]
+    assert added == [(0.0, 0), None, (0.0, 2), None, None, None]
+    assert turns.take((0.0, 2)) == LaneUnit(2, 1) and turns.take((0.0, 0)) == LaneUnit(0, 0)
+    assert turns.done("a", 1) == (0.0, 3) and turns.take((0.0, 3)) == LaneUnit(3, 1)
+    assert turns.done("a", 1) == (0.0, 4) and turns.take((0.0, 4)) == LaneUnit(4, 1)
+    assert turns.done("a", 0) == (0.0, 1) and turns.take((0.0, 1)) == LaneUnit(1, 0)
+    assert turns.done("a", 0) is None  # the last segment has a lane
+    # A unit of the first segment is decoded by the lane that has decoded its other units.
+    assert turns.add("a", (3, 3), (0.0, 6), start=0, max_lanes=2) == (0.0, 6)
+    assert turns.take((0.0, 6)) == LaneUnit(6, 0) and turns.done("a", 0) is None
+    assert turns.done("a", 1) == (0.0, 5) and turns.take((0.0, 5)) == LaneUnit(5, 1)
+    assert turns.done("a", 1) is None
+
+
+def test_a_further_lane_ends_with_its_segment_while_others_wait_for_threads() -> None:
+    turns = VideoTurns(max_further=2)
+    for job_id in range(3):
+        turns.add("a", (job_id, job_id), (0.0, job_id), start=job_id, max_lanes=2)
+    assert turns.take((0.0, 0)).lane == 0 and turns.take((0.0, 1)).lane == 1
+    assert turns.done("a", 1, is_busy=True) is None
+    assert turns.done("a", 0, is_busy=True) == (0.0, 2)
+    assert turns.take((0.0, 2)) == LaneUnit(2, 0) and turns.done("a", 0, is_busy=True) is None
+
+
+def test_each_unit_is_taken_once_whatever_the_order_of_threads() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        most = rng.randint(0, 3)
+        turns, queued = VideoTurns(max_further=most), list[tuple[str, Turn]]()
+        running, taken = list[tuple[str, LaneUnit]](), list[int]()
+        starts = dict[int, tuple[str, int]]()
+        waiting = list(range(rng.randint(1, 40)))
+        while waiting or queued or running:
+            step = rng.random()
+            if waiting and step < 0.4:
+                job_id, video = waiting.pop(0), rng.choice("ab")
+                frame = rng.randrange(30)
+                starts[job_id] = video, frame // 10 * 10
+                turn = turns.add(
+                    video,
+                    (frame, frame),
+                    (rng.random(), job_id),
+                    start=starts[job_id][1],
+                    max_lanes=rng.choice((1, 4)),
+                )
+                queued += [(video, turn)] if turn else []
+            elif queued and step < 0.7:
+                video, turn = queued.pop(rng.randrange(len(queued)))
+                unit = turns.take(turn)
+                running.append((video, unit))
+                taken.append(unit.job_id)
+                segments = [starts[each.job_id] for _, each in running]
+                assert len(segments) == len(set(segments)) <= 2 + most
+                lanes = [(name, each.lane) for name, each in running]
+                assert len(lanes) == len(set(lanes)) and unit.lane <= most
+            elif running:
+                video, unit = running.pop(rng.randrange(len(running)))
+                following = turns.done(video, unit.lane, is_busy=rng.random() < 0.3)
+                queued += [(video, following)] if following else []
+        assert sorted(taken) == sorted(starts)

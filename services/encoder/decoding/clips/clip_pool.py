@@ -2,7 +2,8 @@
 
 The front's threads ask for the facts of a file, and the engine's threads ask for frames. A worker
 keeps its video open between two questions, and further questions about the video go to the same
-worker. Frames that are requested in rising order are thus decoded in one pass. Before a video is
+worker. Frames that are requested in rising order are thus decoded in one pass. The caller may have
+several workers decode different parts of a video, which it numbers as *lanes*. Before a video is
 opened, the memory of its worst case is reserved from a budget. If the budget is used up, idle
 videos are closed. Processes are started when the first video comes; later processes are started
 before they are needed. A video that ends its worker is reported as an `InvalidVideo`, and
@@ -78,7 +79,7 @@ class _Slot:
 
     Attributes:
         child: the process.
-        name: name of the video that the worker has open. Empty if no video is open.
+        name: name and lane of the video that the worker has open. Empty if no video is open.
         memory_bytes: memory reserved for the open video.
         is_busy: True while the worker answers a question.
     """
@@ -126,7 +127,9 @@ class ClipPool:
 
     @property
     def open_videos(self) -> dict[str, Child]:
-        """Worker processes that have a video open, by the video's name."""
+        """Worker processes that have a video open, by the video's name. The name of a further lane
+        ends with its number.
+        """
         return {slot.name: slot.child for slot in self._slots if slot.name}
 
     @property
@@ -149,9 +152,14 @@ class ClipPool:
         assert facts is not None
         return facts
 
+    def max_open(self, size: Size) -> int:
+        """Returns how many workers may have videos of this size open at the same time."""
+        memory_bytes = self._limits.worst_case_bytes(size[0] * size[1])
+        return min(self._max_workers, self.memory_bytes // memory_bytes)
+
     @contextmanager
     def frames(
-        self, file: MemoryAddress, size: Size, indices: tuple[int, int]
+        self, file: MemoryAddress, size: Size, indices: tuple[int, int], lane: int = 0
     ) -> Generator[list[np.ndarray]]:
         """Decodes two frames of a video.
 
@@ -159,6 +167,7 @@ class ClipPool:
             file: address of the video file.
             size: height and width of the video's frames, as its facts say.
             indices: numbers of the two frames.
+            lane: number of the worker among those that decode this video.
 
         Yields:
             Two upright frames `[height, width, 3]` uint8, valid inside the `with` block. One frame
@@ -170,7 +179,8 @@ class ClipPool:
             Overloaded: no worker can be started.
         """
         memory_bytes = self._limits.worst_case_bytes(size[0] * size[1])
-        with self._taken(file.name, memory_bytes) as slot:
+        name = f"{file.name}/{lane}" if lane else file.name
+        with self._taken(name, memory_bytes) as slot:
             sizes = _ask(slot, Question(file, indices, memory_bytes, self._limits.cpu_s)).sizes
             flat = slot.child.pixels(sum(height * width * 3 for height, width in sizes))
             ends = np.cumsum([height * width * 3 for height, width in sizes])

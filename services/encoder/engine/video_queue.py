@@ -1,0 +1,67 @@
+"""The units of videos in the preparation queue: `VideoTurns` decides their order, and which threads
+of the pool are free decides how many lanes a video may have.
+"""
+
+from collections.abc import Mapping
+
+from services.encoder.decoding.source import Video
+from services.encoder.engine.job import Job
+from services.encoder.engine.preparation_queue import PreparationQueue
+from services.encoder.engine.video_turns import Turn, VideoTurns
+
+
+class VideoQueue:
+    """The entries of videos in the preparation queue. Several threads use it.
+
+    Args:
+        queue: the preparation queue.
+        jobs: jobs that have not ended, by job id.
+        max_further: see `VideoTurns`.
+    """
+
+    def __init__(
+        self, queue: PreparationQueue, jobs: Mapping[int, Job], *, max_further: int
+    ) -> None:
+        self._queue = queue
+        self._jobs = jobs
+        self._turns = VideoTurns(max_further)
+
+    def add(
+        self, video: Video, frames: tuple[int, int], turn: Turn, tenant: str, max_lanes: int
+    ) -> None:
+        """Queues a unit.
+
+        Args:
+            video: video of the unit.
+            frames: numbers of the unit's two frames.
+            turn: rank and job id of the unit.
+            tenant: tenant that has sent the video.
+            max_lanes: most lanes of all videos at which a further lane of this video may begin.
+        """
+        if self._queue.num_free <= 0:
+            max_lanes = 1
+        name = video.file.name
+        added = self._turns.add(name, frames, turn, start=video.start, max_lanes=max_lanes)
+        if added is not None:
+            self._queue.put(added, tenant)
+
+    def take(self, job: Job) -> tuple[Job, int]:
+        """Returns the job to prepare when the queue has returned a job of a video, and its lane.
+
+        Several jobs may wait for frames of a lane. The job with the earliest frames is taken.
+        """
+        job_id, lane = self._turns.take((job.rank, job.job_id))
+        return self._jobs[job_id], lane
+
+    def done(self, video: str, lane: int, tenant: str) -> None:
+        """Records that a unit has been decoded, so that another thread may take the lane's next.
+
+        Args:
+            video: name of the video.
+            lane: lane of the unit.
+            tenant: tenant for which the queue has counted the unit.
+        """
+        self._queue.done(tenant)
+        is_busy = self._queue.num_free < 0
+        if (following := self._turns.done(video, lane, is_busy=is_busy)) is not None:
+            self._queue.put(following, self._jobs[following[1]].tenant)
