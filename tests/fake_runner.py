@@ -370,6 +370,7 @@ class FakeRunner:
             if starts[index].sampling.top_logprobs is not None:
                 logprobs[sample] = [Logprobs(-float(t), [t], [-1.0]) for t in tokens]
         pending.output = StepOutput(found, counts, logprobs, self._scores(step))
+        self._copy_idle_blocks(step)
 
     def _scores(self, step: Step) -> list[Scores]:
         """Of each follower: its id as logprob, and ids after it as alternatives."""
@@ -396,6 +397,16 @@ class FakeRunner:
             assert 0 <= slot < self.info.num_host_states
             self.host_states[slot] = self.checkpoints[checkpoint]
 
+    def _copy_idle_blocks(self, step: Step) -> None:
+        """Comes last, so that a test fails if the step changes a block that it calls idle."""
+        size = self.info.block_size
+        for block, slot in _pairs(step.compute.idle_block_saves):
+            assert 0 <= slot < self.info.num_host_blocks
+            self.host[slot] = [self._cache[block * size + index] for index in range(size)]
+        for checkpoint, slot in _pairs(step.compute.idle_checkpoint_saves):
+            assert 0 <= slot < self.info.num_host_states
+            self.host_states[slot] = self.checkpoints[checkpoint]
+
     def _damage_copies(self, step: Step) -> None:
         """A step that raises may have changed its blocks before it copied them."""
         size, changed = self.info.block_size, _pairs(step.compute.block_loads)
@@ -404,6 +415,10 @@ class FakeRunner:
             changed.append([block, slot])
         for checkpoint, slot in _pairs(step.compute.checkpoint_saves):
             self.host_states[slot] = self.checkpoints[checkpoint] = _GARBAGE
+        for _, slot in _pairs(step.compute.idle_block_saves):
+            self.host[slot] = [_GARBAGE] * size
+        for _, slot in _pairs(step.compute.idle_checkpoint_saves):
+            self.host_states[slot] = _GARBAGE
         for block, _ in changed:
             self._cache |= dict.fromkeys(range(block * size, (block + 1) * size), _GARBAGE)
 

@@ -60,17 +60,23 @@ def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
     assert all(block in blocks.hash_of for block in blocks.reusable)
     assert blocks.block_of == {name: block for block, name in blocks.hash_of.items()}
     check_host_slots(blocks.host)
+    for name, block in blocks.host.offered.items():
+        assert blocks.block_of.get(name) == block, "an offered block has other contents"
     if isinstance(blocks.states, RecurrentStates):
         check_checkpoints(blocks.states, blocks.block_of)
         check_host_slots(blocks.states.host)
+        for name, slot in blocks.states.host.offered.items():
+            assert blocks.states.slot_of.get(name) == slot, "an offered state has other contents"
 
 
 def check_host_slots(host: HostSlots) -> None:
     """Each slot is held once, and no slot that the next step uses is free or written twice."""
     held = [*host.free, *host.slot_of.values(), *host.dropped]
     assert sorted(held) == list(range(len(held))), "a slot is lost, or held twice"
-    assert len(set(host.saves.values())) == len(host.saves), "a slot is written twice"
-    assert set(host.saves.values()) == host.saving
+    writes = [*host.saves.values(), *host.idle_saves.values()]
+    assert len(set(writes)) == len(writes), "a slot is written twice"
+    assert set(writes) == host.saving
+    assert not set(host.saves) & set(host.idle_saves), "a block that is changed counts as idle"
     assert not (host.saving | set(host.loads.values())) & set(host.free), "a slot in use is free"
     assert not host.saving & set(host.loads.values()), "a slot is read before it is written"
 

@@ -47,7 +47,8 @@ class DecoderSettings(EngineServiceSettings):
             on a GPU, and to 512 MiB on a CPU. The arena for images' embeddings, in host memory, has
             1 GiB, or a quarter of this size if that is less.
         kv_host_bytes: memory of the host for KV blocks and recurrent states that leave the memory
-            of a card, for each card. They are copied back when a prompt begins as before.
+            of a card, for each card. They are copied back when a prompt begins as before. If this
+            memory is larger than the KV cache, blocks are copied ahead of time.
         max_adapters: largest number of loaded adapters. Adapters beyond those of `adapters` can be
             loaded while the decoder runs. Defaults to the number of `adapters`.
         max_adapter_rank: largest rank of an adapter, up to 256. Defaults to that of `adapters`, and

@@ -153,7 +153,7 @@ class Engine:
         if self.planned is None and self.scheduler.is_steady:
             batch = self.scheduler.schedule()
             if batch.chunks:
-                self.planned = batch, self._blocks.with_copies(batch.to_step())
+                self.planned = batch, self._blocks.copies.add_to(batch.to_step())
                 self.runner.prepare(self.planned[1])
 
     def handle(
@@ -316,13 +316,14 @@ class Engine:
                 sequence.first_scheduled_at = now
         self._times.launching(batch, now, in_flight=bool(self.pending))
         planned, self.planned = self.planned, None
-        step = self._blocks.with_copies(batch.to_step()) if planned is None else planned[1]
+        step = self._blocks.copies.add_to(batch.to_step()) if planned is None else planned[1]
+        batch.has_loads = step.compute.block_loads is not None
         try:
             pending = self.runner.execute(step)
         except self._out_of_memory as error:
             self._fail_largest(batch, error)
             return
-        self._blocks.launched()
+        self._blocks.copies.launched()
         self._times.num_steps += 1
         self.pending.append((self.scheduler.step, batch, pending))
         self.gate.launched(batch, pending)

@@ -126,6 +126,9 @@ class ComputeStep(msgspec.Struct, array_like=True):
         block_saves, checkpoint_saves: `[n, 2]`, KV blocks and checkpoints that are copied to the
             host before the step changes blocks: id, slot of the host. None if there are none.
         block_loads: `[n, 2]`, KV blocks that are then copied from the host: id, slot of the host.
+        idle_block_saves, idle_checkpoint_saves: `[n, 2]`, KV blocks and checkpoints that the step
+            does not change, and that are copied to the host beside its computation: id, slot of the
+            host. None if there are none.
         has_drafts: True if sequences verify drafts. Each of these sequences has several chunks of
             one token, one after the other (`schedule.chunk`).
         folds: `[F, 2]`, accepted drafts by which the rows' recurrent states are advanced in this
@@ -151,6 +154,8 @@ class ComputeStep(msgspec.Struct, array_like=True):
     block_saves: Int64Array | None = None
     block_loads: Int64Array | None = None
     checkpoint_saves: Int64Array | None = None
+    idle_block_saves: Int64Array | None = None
+    idle_checkpoint_saves: Int64Array | None = None
     has_drafts: bool = False
     folds: Int64Array | None = None
     num_head_drafts: int = 0

@@ -44,8 +44,9 @@ class StepTimes:
     def read(self, batch: Batch, now: float, *, in_flight: bool) -> None:
         """Notes that the result of a step was read now, and corrects the step cost.
 
-        A step that waited for token masks is left out. Of the steps without prompts and drafts, one
-        in `StepCost.decode_period` is used, and all of them once there were drafts.
+        A step that waited for token masks, or for blocks of the host, is left out. Of the steps
+        without prompts and drafts, one in `StepCost.decode_period` is used, and all of them once
+        there were drafts.
 
         Args:
             batch: plan of the step.
@@ -66,5 +67,5 @@ class StepTimes:
             limits = [chunk.limit - len(chunk.drafts) for chunk in batch.chunks]
             keys = [c.start + 1 for c in batch.chunks]
             load.keys = sum([n * key for n, key in zip(limits, keys, strict=True)])
-        if load is not None and not batch.late:
+        if load is not None and not batch.late and not batch.has_loads:
             self.cost.observe(load, ms)

@@ -1,4 +1,4 @@
-"""Copies of blocks to the host and back, on a CPU, and what a GPU's buffer is given."""
+"""Copies of blocks to the host and back, on a CPU, and what a GPU's streams are given."""
 
 import numpy as np
 import torch
@@ -7,13 +7,13 @@ from torch import Tensor
 from services.decoder.engine.run.host_cache import HostPool
 
 
-class Buffer:
-    """Stands for the buffer of a GPU, and notes the ids that are to be uploaded."""
+class Streams:
+    """Stands for the streams of a GPU, and notes the ids that are to be uploaded."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Tensor, Tensor]] = []
 
-    def save(self, blocks: Tensor, slots: Tensor) -> None:
+    def save(self, blocks: Tensor, slots: Tensor, *, idle: bool) -> None:
         self.found.append((blocks, slots))
 
     def load(self, blocks: Tensor, slots: Tensor, pool: Tensor) -> None:
@@ -23,7 +23,7 @@ class Buffer:
 def test_blocks_come_back_to_other_places() -> None:
     content = torch.arange(3 * 8 * 16, dtype=torch.bfloat16).view(3, 8, 4, 4)
     pool, rows = content.clone(), torch.zeros(3, 5, 4, 4, dtype=torch.bfloat16)
-    cache = HostPool(pool, 6, 1)
+    cache = HostPool(pool, 6, 1, 1)
     cache.save(np.array([[2, 5], [7, 0]]))
     pool.zero_()
     cache.load(np.array([[1, 0], [0, 5]]))
@@ -34,13 +34,13 @@ def test_blocks_come_back_to_other_places() -> None:
 
 
 def test_ids_are_contiguous_so_that_their_upload_makes_no_one_wait() -> None:
-    cache, buffer = HostPool(torch.zeros(3, 8, 4, 4), 6, 1), Buffer()
-    cache._buffer = buffer  # type: ignore[assignment]
+    cache, streams = HostPool(torch.zeros(3, 8, 4, 4), 6, 1, 1), Streams()
+    cache._streams = streams  # type: ignore[assignment]
     copies = np.array([[2, 5], [7, 0], [1, 3]])
     copies.flags.writeable = False  # as other ranks have them
     cache.save(copies)
     cache.load(copies)
-    for blocks, slots in buffer.found:
+    for blocks, slots in streams.found:
         assert blocks.tolist() == [2, 7, 1] and slots.tolist() == [5, 0, 3]
         assert blocks.is_contiguous() and slots.is_contiguous()
-    assert len(buffer.found) == 2
+    assert len(streams.found) == 2

@@ -6,6 +6,7 @@ import pytest
 
 from services.decoder.engine.messages import ImageSpan, ResetPrefixCache
 from services.decoder.engine.schedule.host_slots import HostSlots
+from services.decoder.engine.step import ComputeStep
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.engine_programs import fail_at
 from tests.fake_runner import add_message
@@ -116,6 +117,56 @@ def test_a_poisoned_prompt_is_not_found_although_its_sequence_was_preempted_mean
     assert not any(blocks.block_of.get(h) or blocks.host.find(h) for h in second.block_hashes)
 
 
+def test_an_admission_that_takes_saved_blocks_saves_nothing_in_its_step() -> None:
+    """A step copies the blocks of the sequence before it, beside its computation. The cache holds
+    two conversations of three.
+    """
+    harness = Harness(num_blocks=30, num_host_blocks=64)
+    steps: list[ComputeStep] = []
+    harness.runner.on_execute = lambda step: steps.append(step.compute)
+    for number in range(9):
+        assert answer(harness, number, prompt_of(number % 3, 48)) == (44 if number > 2 else 0)
+    assert all(step.block_saves is None for step in steps)
+    assert sum(step.idle_block_saves is not None for step in steps) >= 3
+    host = harness.engine.scheduler.blocks.host
+    assert host.num_saved >= 3 * 12 and host.num_loaded >= 3 * 11
+    harness.assert_all_as_alone()
+
+
+def test_fewer_slots_than_blocks_are_for_what_the_device_has_lost() -> None:
+    harness = Harness(num_blocks=16, num_host_blocks=12)
+    steps: list[ComputeStep] = []
+    harness.runner.on_execute = lambda step: steps.append(step.compute)
+    for number in range(4):
+        answer(harness, number, prompt_of(number, 48))
+    assert all(step.idle_block_saves is None for step in steps)
+    assert harness.engine.stats().num_blocks_to_host > 12
+
+
+def test_what_was_offered_is_saved_a_few_at_a_time() -> None:
+    host = HostSlots(6, 5)
+    for number in range(4):
+        host.offer(b"%d" % number, number)
+    host.drop(b"1")
+    host.save(b"2", 2)  # given away before its turn
+    host.plan_idle_saves(1)
+    host.plan_idle_saves(1)  # the step was planned again
+    saves, _, idle = host.copies()
+    assert saves is not None and saves.tolist() == [[2, 0]]
+    assert idle is not None and idle.tolist() == [[0, 1]]
+    assert host.find(b"0") is None, "not written yet"
+    host.save(b"0", 0)  # given away by a step that was planned once more
+    saves, _, idle = host.copies()
+    assert saves is not None and saves.tolist() == [[2, 0], [0, 1]] and idle is None
+    check_host_slots(host)
+    host.launched()
+    host.plan_idle_saves(4)
+    host.failed()
+    host.launched()
+    assert list(host.slot_of) == [b"2", b"0"] and host.num_saved == 2 and not host.offered
+    check_host_slots(host)
+
+
 def crowd(seed: int, num_host_blocks: int, *, failing: bool) -> Harness:
     """Forty sequences over six beginnings, several at once, in a cache that holds one or two."""
     chance = random.Random(seed)
@@ -187,15 +238,15 @@ def test_slots_are_reused_least_recently_used_first_and_not_while_a_step_uses_th
     host.load(b"1", 20)
     host.save(b"3", 12)
     assert list(host.slot_of) == [b"1", b"3"]
-    saves, loads = host.copies()
+    saves, loads, _ = host.copies()
     assert saves is not None and saves.tolist() == [[12, 1]]
     assert loads is not None and loads.tolist() == [[20, 0]]
     host.failed()
-    saves, repeated = host.copies()
+    saves, repeated, _ = host.copies()
     assert saves is None and repeated is not None and repeated.tolist() == loads.tolist()
     assert host.find(b"3") is None
     host.launched()
-    assert host.copies() == (None, None) and host.num_loaded == 1
+    assert host.copies() == (None, None, None) and host.num_loaded == 1
     check_host_slots(host)
 
 

@@ -183,6 +183,46 @@ def test_the_first_steps_are_timed_by_an_engine_that_leaves_nothing_behind() -> 
         engine.step()
 
 
+def test_no_step_is_timed_with_copies_to_the_host() -> None:
+    """There are more tokens in the prompts than in the cache."""
+    runner = FakeRunner(
+        runner_info(
+            num_blocks=600, max_model_len=2000, max_batched_tokens=1024, num_host_blocks=2000
+        )
+    )
+    copied: list[bool] = []
+
+    def note(step: Step) -> None:
+        copied.append(step.compute.block_saves is not None)
+        copied.append(step.compute.idle_block_saves is not None)
+
+    runner.on_execute = note
+    measured_cost(runner, budget_s=60.0, step_ms=40.0)
+    assert len(copied) > 20 and not any(copied)
+
+
+class _Observed(StepCost):
+    """Counts the steps that it learns from."""
+
+    decode_period, count = 1, 0
+
+    def observe(self, load: StepLoad, ms: float, rate: float = 0.0) -> None:
+        self.count += 1
+
+
+def test_nothing_is_learnt_from_a_step_that_loads_blocks() -> None:
+    runner, cost = FakeRunner(runner_info(num_blocks=30, num_host_blocks=64)), _Observed()
+    loads: list[bool] = []
+    runner.on_execute = lambda step: loads.append(step.compute.block_loads is not None)
+    engine = Engine(runner, overlap=False, step_cost=cost)
+    for number in range(4):
+        prompt = list(range(100 * (number % 3), 100 * (number % 3) + 48))
+        engine.add(add_message(number, prompt, max_tokens=2))
+        while engine.has_work:
+            engine.step()
+    assert loads.count(True) == 1 and cost.count == len(loads) - 1
+
+
 def waves(tokens: int, tile: int, fixed: ms) -> ms:
     """A step whose GEMMs have tiles of so many tokens, of which the last one may be all but empty;
     those of few tokens wait for the weights.

@@ -141,6 +141,8 @@ class StepComputer:
             self._ranks.broadcast(self.state.rows.last_tokens)  # rank 0 has sampled them
         run = self._run_eagerly if inputs.graphs is None else self._replay
         computed = run(step, inputs)
+        if self._host_cache is not None:
+            self._host_cache.save_idle(step)
         if self.parts.drafter is not None:
             self._enter_drafts(inputs, self.parts.drafter)
         return computed

@@ -41,6 +41,7 @@ class Batch:
         num_drafts: number of drafts. A batch with drafts has no prompts.
         num_head_drafts: see `ComputeStep.num_head_drafts`.
         may_have_adapters: False if no sequence has an adapter, so that `to_step` looks for none.
+        has_loads: True if the step copies blocks from the host, whose time is not that of its load.
     """
 
     chunks: list[Chunk]
@@ -54,6 +55,7 @@ class Batch:
     num_drafts: int = 0
     num_head_drafts: int = 0
     may_have_adapters: bool = True
+    has_loads: bool = False
 
     def to_step(self) -> Step:
         """Returns the step as arrays.

@@ -13,11 +13,10 @@ and the device runs the steps in order, so the contents are there by then.
 
 from collections import OrderedDict
 
-from services.decoder.engine.schedule.host_slots import HostSlots
+from services.decoder.engine.schedule.host_slots import HostCopies, HostSlots
 from services.decoder.engine.schedule.prefix_hash import extend_hashes
 from services.decoder.engine.schedule.recurrent_states import NoStates
 from services.decoder.engine.schedule.sequence import Sequence
-from services.decoder.engine.step import Step
 
 
 class BlockManager:
@@ -32,6 +31,7 @@ class BlockManager:
 
     Attributes:
         host: the copies in the host's memory.
+        copies: the copies that the next step makes, of blocks and of checkpoints.
         references: number of sequences that own each block, by block id.
         blank: free blocks that are not registered.
         reusable: free blocks that are registered, least recently used first.
@@ -51,7 +51,8 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.states = states or NoStates()
-        self.host = HostSlots(num_host_blocks)
+        self.host = HostSlots(num_host_blocks, num_blocks)
+        self.copies = HostCopies(self.host, self.states.host, block_size)
         self.num_registrations = 0
         self.references = [0] * num_blocks
         self.blank = list(range(num_blocks - 1, -1, -1))
@@ -158,8 +159,9 @@ class BlockManager:
         for block in reversed(sequence.block_table):
             self.references[block] -= 1
             if self.references[block] == 0:
-                if block in self.hash_of:
+                if (block_hash := self.hash_of.get(block)) is not None:
                     self.reusable[block] = None
+                    self.host.offer(block_hash, block)
                 else:
                     self.blank.append(block)
         sequence.block_table = []
@@ -185,22 +187,6 @@ class BlockManager:
             self.states.drop(block_hash)
             self._unregister(block)
 
-    def with_copies(self, step: Step) -> Step:
-        """Adds the planned copies to and from the host to the next step, and returns it."""
-        step.compute.block_saves, step.compute.block_loads = self.host.copies()
-        step.compute.checkpoint_saves, _ = self.states.host.copies()
-        return step
-
-    def launched(self) -> None:
-        """Notes that the step with the planned copies was launched."""
-        self.host.launched()
-        self.states.host.launched()
-
-    def launch_failed(self) -> None:
-        """Notes that the launch of the step has failed. See `HostSlots.failed`."""
-        self.host.failed()
-        self.states.host.failed()
-
     def _take(self) -> int:
         if self.blank:
             block = self.blank.pop()
@@ -223,6 +209,7 @@ class BlockManager:
         block_hash = self.hash_of.pop(block, None)
         if block_hash is not None:
             del self.block_of[block_hash]
+            self.host.offered.pop(block_hash, None)
             if block in self.reusable:
                 del self.reusable[block]
                 self.blank.append(block)

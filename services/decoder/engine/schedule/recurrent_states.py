@@ -26,13 +26,14 @@ class NoStates:
 
     Args:
         num_host_slots: number of slots for copies of checkpoints in the host's memory.
+        num_checkpoints: number of checkpoints on the device.
 
     Attributes:
         host: the copies in the host's memory.
     """
 
-    def __init__(self, num_host_slots: int = 0) -> None:
-        self.host = HostSlots(num_host_slots)
+    def __init__(self, num_host_slots: int = 0, num_checkpoints: int = 0) -> None:
+        self.host = HostSlots(num_host_slots, num_checkpoints)
 
     def __contains__(self, block_hash: bytes) -> bool:
         """Returns whether a sequence can go on behind a prefix that ends with this block."""
@@ -98,7 +99,7 @@ class RecurrentStates(NoStates):
     def __init__(self, info: EngineInfo, least: int = 256) -> None:
         if info.max_tokens_per_step > 1:
             raise ValueError("recurrent states cannot be taken back: max_tokens_per_step must be 1")
-        super().__init__(info.num_host_states)
+        super().__init__(info.num_host_states, info.num_checkpoints)
         self.least = least
         self.num_slots = info.num_checkpoints
         self._block_size, self.state_tokens = info.block_size, info.state_tokens
@@ -142,7 +143,9 @@ class RecurrentStates(NoStates):
 
     def commit(self, planned: Checkpoints) -> None:
         for _, slot in planned:
-            self.slot_of[self.planned.pop(slot)] = slot
+            block_hash = self.planned.pop(slot)
+            self.slot_of[block_hash] = slot
+            self.host.offer(block_hash, slot)
 
     def abandon(self, planned: Checkpoints) -> None:
         for _, slot in planned:

@@ -254,7 +254,7 @@ class Scheduler:
         contents of their rows on the device are undefined.
         """
         self.roll_back(batch)
-        self.blocks.launch_failed()
+        self.blocks.copies.failed()
         for chunk in batch.chunks:
             self.blocks.states.abandon(chunk.checkpoints)
             self._preempt(chunk.sequence)
