@@ -248,8 +248,9 @@ class Engine:
             self._postprocess(oldest, output)
             # The device makes drafts while the host postprocesses the tokens before them.
             if (drafts := pending.drafts()) is not None:
-                now = self._clock()
-            self._times.read(oldest, now, in_flight=bool(self.pending))
+                self._times.drafted(self._clock() - now, in_flight=bool(self.pending))
+            ms = self._times.read(oldest, now, in_flight=bool(self.pending))
+            self.speculation.timed(oldest.chunks, ms)
             self.scheduler.decodes.look_for_drafts(oldest.chunks, drafts)
         if self._delayed:
             first = self._first_in_flight()

@@ -41,7 +41,12 @@ class StepTimes:
         if not in_flight:
             self._busy_since = now
 
-    def read(self, batch: Batch, now: float, *, in_flight: bool) -> None:
+    def drafted(self, seconds: float, *, in_flight: bool) -> None:
+        """Notes for how long the device drafted behind the tokens that are read now, see `read`."""
+        if not in_flight:
+            self._busy_s += seconds
+
+    def read(self, batch: Batch, now: float, *, in_flight: bool) -> float:
         """Notes that the result of a step was read now, and corrects the step cost.
 
         A step that waited for token masks, or for blocks of the host, is left out. Of the steps
@@ -52,11 +57,15 @@ class StepTimes:
             batch: plan of the step.
             now: present time.
             in_flight: True if another step is in flight.
+
+        Returns:
+            Milliseconds since the tokens of the step before were read.
         """
         if not in_flight:
             self._busy_s += now - self._busy_since
+        # If the model drafted behind the step before, this one was launched later.
         ms = (now - max(self._read_at, batch.launched_at)) * 1e3
-        self._read_at = now
+        whole_ms, self._read_at = (now - self._read_at) * 1e3, now
         load = batch.load
         num_drafts = batch.num_drafts
         self._has_drafts |= num_drafts > 0
@@ -69,3 +78,4 @@ class StepTimes:
             load.keys = sum([n * key for n, key in zip(limits, keys, strict=True)])
         if load is not None and not batch.late and not batch.has_loads:
             self.cost.observe(load, ms)
+        return whole_ms

@@ -11,6 +11,10 @@ from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from services.decoder.engine.schedule.speculation import Speculation
 from services.decoder.engine.step import Int32Array
 
+# Blocks for the keys and values of the next drafts are taken while so many are free for each
+# sequence.
+_ROOMY = 8
+
 
 class Decodes:
     """Owner of the queues of decoding sequences.
@@ -64,6 +68,20 @@ class Decodes:
         if (found := self.decoding.pop(sequence.sequence_id, None)) is not None:
             self.awaiting[sequence.sequence_id] = found
 
+    def head_drafts(self, chunks: list[Chunk], *, is_open: bool) -> int:
+        """Returns how many tokens the model drafts behind each token that a step samples. If it
+        drafts any, sequences are planned no further before the drafts have arrived.
+
+        Args:
+            chunks: the chunks of the step.
+            is_open: False if the step after it may compute prompts, so that it has no drafts.
+        """
+        count = self.speculation.num_head_drafts(chunks, is_open=is_open)
+        if count:
+            self.awaiting |= self.decoding
+            self.decoding = {}
+        return count
+
     def look_for_drafts(self, chunks: list[Chunk], drafts: Int32Array | None) -> None:
         """Looks for drafts behind the new tokens of sequences. A sequence that has drafts is not
         planned before the host knows its last token.
@@ -110,6 +128,9 @@ class Decodes:
     def num_lacking_blocks(self, sequence: Sequence) -> int:
         """Returns how many blocks the sequence has to be given for its next step."""
         needed = sequence.num_computed_tokens + self._most_tokens(sequence)
+        room = self.speculation.head_room
+        if room and self._blocks.num_free >= _ROOMY * len(self):
+            needed = max(needed, min(needed + room, sequence.max_length))
         return max(0, self._blocks.num_blocks_for(needed) - len(sequence.block_table))
 
     def append_blocks(self, sequences: list[Sequence]) -> None:

@@ -212,7 +212,7 @@ class Scheduler:
         if (self.prefills.prefilling or len(self.prefills.waiting)) and not batch.num_drafts:
             batch.load = self._plan_prompts(chunks, num_tokens)
             batch.num_tokens = batch.load.tokens
-        batch.num_head_drafts = self.decodes.speculation.num_head_drafts(chunks)
+        batch.num_head_drafts = self.decodes.head_drafts(chunks, is_open=not self.prefills.has_work)
         if self.num_masked:
             batch.late = [c for c in chunks if c.from_device and c.sequence.message.token_masks]
             for chunk in batch.late:

@@ -8,8 +8,8 @@ follows the share of right drafts of each sequence, the size of the batch and th
 no drafts in a step that computes prompts, because first tokens should not wait for them.
 
 The host has to know a sequence's last token to find its drafts. While steps overlap, a sequence
-with drafts therefore takes part in every second step at most, and needs to expect more tokens of
-each.
+with drafts of the lookup therefore takes part in every second step at most, and needs to expect
+more tokens of each. If the model's own layer drafts, all sequences wait together, see `draft_pace`.
 """
 
 import logging
@@ -18,7 +18,8 @@ from collections.abc import Iterable
 from services.decoder.engine.messages import DraftTotals, EngineInfo
 from services.decoder.engine.schedule.block_manager import BlockManager
 from services.decoder.engine.schedule.chunk import Chunk
-from services.decoder.engine.schedule.drafts import FIRST_HEAD_RATE, FIRST_RATE, Drafts
+from services.decoder.engine.schedule.draft_pace import DraftPace
+from services.decoder.engine.schedule.drafts import FIRST_RATE, Drafts, HeadShare, Share
 from services.decoder.engine.schedule.head_drafts import HeadSources
 from services.decoder.engine.schedule.lookup import DraftSources, Lookups
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
@@ -35,6 +36,9 @@ _LEAST_AMONG_OTHERS, _LEAST_ALONE = 2.2, 1.3
 # all the same in some steps, because the device may have been slow when the price was learned.
 _FEW_DECODES, _MOST_OF_FEW = 4, 0.5
 _TRIAL_PERIOD = 64
+# Among sequences whose drafts of the layer pay, a draft of the others is verified in one of so many
+# steps, so that their share of right drafts is known.
+_HEAD_TRIAL_PERIOD = 16
 # A warning is logged if so many verifications in a row yield fewer tokens each than this.
 _WARNING_PERIOD, _WARNING_TOKENS = 1000, 1.2
 
@@ -76,6 +80,7 @@ class Speculation:
         max_drafts: the most drafts of a sequence in a step.
         sources: maker of the sequences' sources of drafts.
         totals: totals so far. None if there is no speculation.
+        pace: decides whether the model's own layer drafts.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class Speculation:
         self.max_drafts = max_drafts
         self.sources: DraftSources = HeadSources() if info.has_draft_head else Lookups()
         self._num_head_drafts = min(max_drafts, info.num_head_drafts)
-        self._first_rate = FIRST_HEAD_RATE if info.has_draft_head else FIRST_RATE
+        self._head_share = HeadShare()
         self.totals = DraftTotals(accepted_at=[0] * max_drafts) if max_drafts else None
         self._cost, self._step_ms, self._overlap = cost, step_ms, overlap
         # A chunk with k drafts has 1 + k samples, and a step at most as many as there are rows.
@@ -103,12 +108,17 @@ class Speculation:
         self._is_open = True
         self._num_dear = 0  # number of steps for which drafts were dear
         self._price = 0.0  # least probability with which a draft has to be right
+        self._num_steps = 0  # number of steps that could verify drafts
+        self._is_trial = False  # whether the last drafts of the layer are a trial
+        self.pace = DraftPace()
         self._lengths = AcceptedLengths()
 
     def start(self, sequence: Sequence) -> None:
         """Gives a new sequence a source of drafts."""
         if self.max_drafts:
-            sequence.drafts = Drafts(self.sources.of(sequence.message), rate=self._first_rate)
+            source = self.sources.of(sequence.message)
+            share = self._head_share.of_sequence() if self._num_head_drafts else Share(FIRST_RATE)
+            sequence.drafts = Drafts(source, share=share)
 
     def tokens_arrived(
         self, sequence: Sequence, num_others: int, offered: Iterable[int] = ()
@@ -130,6 +140,12 @@ class Speculation:
         drafts.source.read(sequence.token_ids)
         drafts.source.offer(offered)
         drafts.proposed.clear()
+        if self._num_head_drafts:
+            # Whether the layer drafts at all was decided when the step was planned.
+            if not sequence.num_in_flight:
+                most = min(self.max_drafts, sequence.max_length - num_tokens - 1)
+                drafts.proposed = drafts.source.propose(most) if most > 0 else []
+            return False
         is_closed = self._overlap and not self._is_open
         if is_closed or self._price > drafts.rate or drafts.pauses(num_tokens):
             return False
@@ -140,17 +156,31 @@ class Speculation:
             drafts.proposed.clear()
         return bool(drafts.proposed)
 
-    def num_head_drafts(self, chunks: list[Chunk]) -> int:
-        """Returns how many tokens the model should draft behind those that a step samples."""
-        if not self._num_head_drafts:
+    @property
+    def head_room(self) -> int:
+        """Number of tokens behind a step's own whose keys and values the model's layer stores. Each
+        draft but the first depends on the drafts before it.
+        """
+        return max(0, self._num_head_drafts - 1)
+
+    def num_head_drafts(self, chunks: list[Chunk], *, is_open: bool) -> int:
+        """Returns how many tokens the model should draft behind each that a step samples; see
+        `Decodes.head_drafts`.
+        """
+        rates = [c.sequence.drafts.rate for c in chunks if c.samples and c.sequence.drafts]
+        if not (self._num_head_drafts and is_open and rates):
             return 0
-        for chunk in chunks:
-            drafts = chunk.sequence.drafts
-            if not chunk.samples or drafts is None or drafts.rate < self._price:
-                continue
-            if not drafts.pauses(len(chunk.sequence.token_ids) + 1):
-                return self._num_head_drafts
-        return 0
+        # A sequence whose chunk ends its prompt is not in `choose` yet.
+        share = (self._max_samples - len(chunks)) // len(chunks)
+        most = min(self._num_head_drafts, share)
+        if most <= 0:
+            return 0
+        tokens = sum([self._expected_tokens(rate, most) for rate in rates])
+        tokens += len(chunks) - len(rates)
+        if not self.pace.drafts(tokens / len(chunks)):
+            return 0
+        self._is_trial = self.pace.is_trial
+        return self._num_head_drafts
 
     def choose(
         self, ready: list[Sequence], ahead: list[Sequence], blocks: BlockManager, *, is_open: bool
@@ -173,6 +203,7 @@ class Speculation:
         load.drafts = 1
         token_ms = self._cost.predict(load) - step_ms
         self._price = token_ms * num_decodes / step_ms if step_ms else 0.0
+        self._num_steps += bool(ready)
         if self._price > _MOST_OF_FEW:
             self._num_dear += 1
             # Drafts of one step are chosen before it, so a trial takes two.
@@ -222,6 +253,7 @@ class Speculation:
         for place in range(num_accepted):
             totals.accepted_at[place] += 1
         drafts.verified(num_matching, num_drafts, len(sequence.token_ids))
+        self._head_share.verified(num_matching, num_drafts)
         is_running = sequence.state is SequenceState.RUNNING
         if is_running and self._has_states:
             drafts.num_unfolded = num_tokens - 1
@@ -232,18 +264,46 @@ class Speculation:
             return None
         return num_accepted, num_drafts - num_matching
 
+    def timed(self, chunks: list[Chunk], ms: float) -> None:
+        """Learns what steps with and without drafts of the model's own layer take.
+
+        Args:
+            chunks: the chunks of a step.
+            ms: milliseconds between the tokens of the step before and the step's own.
+        """
+        if not self._num_head_drafts:
+            return
+        has_drafts = any([chunk.drafts for chunk in chunks])
+        if has_drafts or chunks[-1].from_device:
+            load = StepLoad(len(chunks), len(chunks), keys=sum([c.start + 1 for c in chunks]))
+            self.pace.timed(ms, self._cost.predict(load), has_drafts=has_drafts)
+
     def _num_worthwhile(self, drafts: Drafts) -> int:
         """Returns how many of a sequence's drafts are worth their time."""
+        found = self._most_worthwhile(drafts.rate, len(drafts.proposed))
+        is_trial = self._is_trial or self._num_steps % _HEAD_TRIAL_PERIOD == 0
+        if self._num_head_drafts and is_trial:
+            return max(found, min(1, len(drafts.proposed)))
+        return found
+
+    def _most_worthwhile(self, rate: float, most: int) -> int:
+        """Returns how many of `most` drafts are worth their time at a share of right drafts."""
         chance = 1.0
-        for count in range(len(drafts.proposed)):
-            chance *= drafts.rate
+        for count in range(most):
+            chance *= rate
             if chance < self._price:
                 return count
-        return len(drafts.proposed)
+        return most
+
+    def _expected_tokens(self, rate: float, most: int) -> float:
+        """Returns the expected tokens of a step of one sequence with up to `most` drafts, of which
+        it verifies as many as are worth their time.
+        """
+        return sum([rate**count for count in range(1 + self._most_worthwhile(rate, most))])
 
     def _pays(self, drafts: Drafts, num_drafts: int, num_others: int) -> bool:
         """Returns whether a step with drafts yields enough tokens for the steps that it delays."""
-        if not self._overlap:
+        if not self._overlap or self._num_head_drafts:
             return True
         least = _LEAST_AMONG_OTHERS if num_others else _LEAST_ALONE
         return drafts.expected_tokens(num_drafts) >= least

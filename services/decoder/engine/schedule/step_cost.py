@@ -120,7 +120,7 @@ class StepCost:
             1.0 if expert_share else 0.0,
         ]
         self._is_measured = False
-        self._draft_ms, self._has_drafts = 0.0, False
+        self._draft_ms, self._num_observed_drafts = 0.0, 0
         self.efficient_tokens = sys.maxsize
 
     def predict(self, load: StepLoad) -> float:
@@ -214,13 +214,16 @@ class StepCost:
         """Corrects the time of a draft by a step that is predicted to take `without_ms` without its
         drafts.
         """
+        self._num_observed_drafts += 1
         predicted = without_ms + self._draft_ms * load.drafts
         found = max(0.0, min(predicted * _DRAFT_OUTLIER, ms) - without_ms) / load.drafts
         # With few drafts among many decodes, an error of `without_ms` counts for more than the
         # drafts.
         rate = _DRAFT_RATE * load.drafts / (load.drafts + load.rows)
-        self._draft_ms += (rate if self._has_drafts else 1.0) * (found - self._draft_ms)
-        self._has_drafts = True
+        # The first step with drafts may load kernels, so the second one replaces its time.
+        if self._num_observed_drafts <= 2:
+            rate = 1.0
+        self._draft_ms += rate * (found - self._draft_ms)
 
     def fit(self, steps: list[tuple[StepLoad, float]]) -> None:
         """Fits the coefficients to measured steps, the first of which sets the scale."""
