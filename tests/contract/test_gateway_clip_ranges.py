@@ -106,6 +106,38 @@ def test_a_short_clip_and_a_clip_without_key_frames_go_to_one(four):
     assert len(team(four)) == 1
 
 
+def test_a_large_file_is_sent_to_a_second_encoder_while_the_first_probes(four):
+    both = threading.Event()
+
+    async def meet(_):
+        if sum(len(encoder.probes) for encoder in four.encoders) == 2:
+            both.set()
+        await once(both.is_set)(_)
+
+    for encoder in four.encoders:
+        encoder.before_probe = meet
+    ask(four, long("p" * (2 << 20) + " ahead"))
+    assert len(team(four)) == 4
+    assert all(len(encoder.probes) == 1 for encoder in four.encoders)
+    assert set(times_encoded(four).values()) == {1}
+
+
+def test_a_second_encoder_that_refuses_the_file_fails_no_clip(four):
+    num_probes = 0
+
+    async def refuse_second(_):
+        nonlocal num_probes
+        num_probes += 1
+        if num_probes == 2:
+            raise Overloaded("full of videos", retry_after_s=1)
+
+    for encoder in four.encoders:
+        encoder.before_probe = refuse_second
+    four.decoder.before = once(lambda: len(times_encoded(four)) == 16)
+    ask(four, long("p" * (2 << 20) + " refused ahead"))
+    assert len(times_encoded(four)) == 16
+
+
 def test_a_clip_is_divided_only_if_there_is_memory_for_the_calls(four, monkeypatch):
     """The body of 1.4 MB counts four times, and the file of 1 MB twice for each further encoder."""
     padding = "p" * 1_000_000

@@ -71,31 +71,37 @@ class ClipRanges:
         frames = np.frombuffer(key_frames, "<i4")
         return cls(units, frames, num_frames, num_pixels, num_bytes)
 
-    def divide(self, units: Sequence[Unit], num_encoders: int) -> list[int]:
+    def divide(self, units: Sequence[Unit], num_encoders: int, *, num_ready: int = 1) -> list[int]:
         """Divides units into ranges of about equal time.
 
         The number of ranges is the largest for which the range of each further encoder takes at
         least as long as what the encoder does before (`further_s`). So the encoder spends half of
         its time or more on decoding, and the clip is ready earlier than with one encoder less. The
-        range of the first encoder, which has the file, is longer by `further_s`.
+        range of an encoder that has the file already is longer by `further_s`.
 
         Args:
             units: units of the clip that are to be encoded, in order.
             num_encoders: most ranges.
+            num_ready: number of encoders that have the file, which are the first. At least 1.
 
         Returns:
             The number of the range of each unit, from 0 and without gaps.
         """
         ends = list(accumulate(self.unit_s[unit.frames or (0, 0)] for unit in units))
         total_s, further_s, count = ends[-1], self.further_s, 1
-        while count < num_encoders and total_s - further_s >= (count + 1) * further_s:
+        while count < num_encoders:
+            # Seconds by which the ranges of the encoders that have the file are longer.
+            more_s = num_ready * further_s if count >= num_ready else 0.0
+            if total_s - more_s < (count + 1) * further_s:
+                break
             count += 1
+        longer_s = further_s if count > num_ready else 0.0
         starts = [self._start((unit.frames or (0, 0))[0]) for unit in units]
         # Units before which a range may begin, with the seconds before each.
         cuts = [at for at, (a, b) in enumerate(pairwise(starts), 1) if a < b]
-        chosen, range_s = set[int](), (total_s - further_s) / count
+        chosen, range_s = set[int](), (total_s - num_ready * longer_s) / count
         for number in range(1, count):
-            wanted_s = further_s + number * range_s
+            wanted_s = min(number, num_ready) * longer_s + number * range_s
             nearest = min(cuts, key=lambda at: abs(ends[at - 1] - wanted_s), default=0)
             # A clip with few key frames has fewer ranges.
             if nearest and abs(ends[nearest - 1] - wanted_s) <= range_s / 2:

@@ -31,8 +31,9 @@ from services.common.pb.encoder_pb2 import (
     FramePair,
     ProbeResponse,
 )
-from services.gateway.bounds import Bounds
+from services.gateway.bounds import MEMORY_PER_CALLED_BYTE, Bounds
 from services.gateway.clients.encoders import EncoderPod, EncoderPool, for_file
+from services.gateway.clients.pods import rank
 from services.gateway.forms.responses import VideoUsage
 from services.gateway.forms.video import Taken, lists_frames
 from services.gateway.gather import gather
@@ -45,6 +46,9 @@ from services.gateway.tenancy.tenants import Tenant
 
 # Number of encoders lost while they had a file, at which the request fails.
 _MAX_LOST = 2
+# Size of a file that is sent to a second idle encoder before the length of the video is known: some
+# ten seconds of 1080p.
+_AHEAD_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +109,34 @@ class VideoFile:
         Raises:
             TriptychError: the call failed.
         """
+        call = self.begin(encoder, timeout_s, again)
+        await asyncio.shield(call)
+        return call
+
+    def begin(
+        self,
+        encoder: EncoderPod,
+        timeout_s: float,
+        again: "asyncio.Task[ProbeResponse] | None" = None,
+    ) -> "asyncio.Task[ProbeResponse]":
+        """Begins to send the file, and returns the call. See `send_to` for the arguments."""
         call = self._sent.get(encoder.address)
         if call is None or call is again or _has_failed(call):
             call = asyncio.create_task(encoder.probe(self.data, self.tenant, timeout_s))
+            # Marks an error as retrieved, because nothing may wait for the call.
+            call.add_done_callback(_has_failed)
             self._sent[encoder.address] = call
-        await asyncio.shield(call)
         return call
+
+    def has_sent(self, address: str) -> bool:
+        """Returns whether an encoder has the file or is being sent it."""
+        call = self._sent.get(address)
+        return call is not None and not _has_failed(call)
+
+    def num_in_flight(self, address: str) -> int:
+        """Returns the number of calls that are sending the file to an encoder: 1 or 0."""
+        call = self._sent.get(address)
+        return int(call is not None and not call.done())
 
     def close(self) -> None:
         """Cancels the calls that still send the file."""
@@ -239,7 +265,7 @@ class VideoReader:
         await slot.usage.charge_file(len(data))
         file = VideoFile(data, await asyncio.to_thread(still_digest, data), slot.tenant)
         try:
-            probed, address = await self._probe(file, encoder, timeout_s)
+            probed, address = await self._probe(file, slot, encoder, timeout_s)
         except BaseException:
             file.close()  # A call that continues after the request would keep the file in memory.
             raise
@@ -265,7 +291,7 @@ class VideoReader:
         return video
 
     async def _probe(
-        self, file: VideoFile, encoder: DescribeEncoderResponse, timeout_s: float
+        self, file: VideoFile, slot: Slot, encoder: DescribeEncoderResponse, timeout_s: float
     ) -> tuple[ProbeResponse, str]:
         """Sends a file to an encoder, or to a second encoder if the first is lost or too slow.
 
@@ -284,6 +310,9 @@ class VideoReader:
             except Unavailable as none_left:
                 raise cause or none_left from None
             pod = for_file(pods, file.digest, len(file.data))
+            file.begin(pod, timeout_s)
+            if not lost:
+                self._send_ahead(file, slot, [each for each in pods if each is not pod], timeout_s)
             try:
                 call = await file.send_to(pod, timeout_s)
             except (Unavailable, DeadlineExceeded) as error:
@@ -295,6 +324,21 @@ class VideoReader:
         if isinstance(cause, Overloaded):
             raise cause
         raise Unavailable("two encoders were lost while they had the video", retry_after_s=1)
+
+    def _send_ahead(
+        self, file: VideoFile, slot: Slot, others: Sequence[EncoderPod], timeout_s: float
+    ) -> None:
+        """Sends a large file to an idle encoder that will probably decode a range of the video, so
+        that the range does not wait until the first encoder has probed the file.
+        """
+        idle = [pod for pod in others if not pod.num_in_flight]
+        if not idle or len(file.data) < _AHEAD_BYTES:
+            return
+        try:
+            slot.memory.add(len(file.data) * MEMORY_PER_CALLED_BYTE)
+        except Overloaded:  # There is no memory for the call.
+            return
+        file.begin(min(idle, key=lambda pod: rank(pod.address, file.digest)), timeout_s)
 
     async def _stills(self, source: VideoSource, slot: Slot) -> list[bytes]:
         if isinstance(source.urls, str):

@@ -246,17 +246,25 @@ class EncodeCalls:
         """
         video, runs = self.request.images[image], self.request.prompt.runs
         assert isinstance(video, Video) and video.file and video.ranges
-        digest = video.file.digest
+        file, digest = video.file, video.file.digest
         home = next((pod for pod in pods if pod.address == video.address), None)
-        home = home or for_file(pods, digest, len(video.file.data))
-        idle = [pod for pod in pods if pod is not home and not pod.num_in_flight]
+        home = home or for_file(pods, digest, len(file.data))
+        idle = [
+            pod
+            for pod in pods
+            if pod is not home and pod.num_in_flight == file.num_in_flight(pod.address)
+        ]
         if self.losses.excluded["encoder"]:
             idle = []
-        team = [home, *sorted(idle, key=lambda pod: rank(pod.address, digest))]
-        ranges = video.ranges.divide([runs[index].unit for index in units.values()], len(team))
+        # An encoder that has been sent the file ahead comes first.
+        idle.sort(key=lambda pod: (not file.has_sent(pod.address), rank(pod.address, digest)))
+        team, num_sent = [home, *idle], sum(file.has_sent(pod.address) for pod in idle)
+        ranges = video.ranges.divide(
+            [runs[index].unit for index in units.values()], len(team), num_ready=1 + num_sent
+        )
         try:
-            num_bytes = len(video.file.data) * MEMORY_PER_CALLED_BYTE
-            self.request.slot.memory.add(max(ranges) * num_bytes)
+            num_bytes = len(file.data) * MEMORY_PER_CALLED_BYTE
+            self.request.slot.memory.add(max(max(ranges) - num_sent, 0) * num_bytes)
         except Overloaded:  # There is no memory for the calls to further encoders.
             ranges = [0] * len(units)
         return {key: team[number] for key, number in zip(units, ranges, strict=True)}

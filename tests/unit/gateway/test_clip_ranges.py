@@ -44,6 +44,24 @@ def test_ranges_begin_at_key_frames_and_take_about_equal_time() -> None:
             assert abs(first - ranges.further_s - other) <= key_s
 
 
+def test_encoders_that_have_the_file_get_equal_ranges() -> None:
+    # A minute with a key frame each 250 frames, as x264 writes it by default.
+    ranges = clip(1800, gop=250, num_bytes=7 << 20)
+    numbers = ranges.divide(ranges.units, 2, num_ready=2)
+    assert [unit.frames[0] for unit in ranges.units if unit.frames][numbers.index(1)] == 1020
+    # Of three encoders, the last begins later.
+    ranges = clip(1800)
+    for count, num_ready in ((2, 2), (3, 2), (4, 2), (4, 4)):
+        found = seconds(ranges, ranges.divide(ranges.units, count, num_ready=num_ready))
+        assert len(found) == count
+        later_s = [ranges.further_s if at >= num_ready else 0.0 for at in range(count)]
+        ends = [own + later for own, later in zip(found, later_s, strict=True)]
+        assert max(ends) - min(ends) <= 2 * 30 * HD * 1.1e-9
+    # What is ready but would decode for less time than the file takes to read, gets no range.
+    short = clip(100, num_bytes=60 << 20)
+    assert set(short.divide(short.units, 2, num_ready=2)) == {0}
+
+
 def test_decoding_of_all_units_is_that_of_one_pass() -> None:
     ranges = clip(1800, gop=10_000)
     last = max(frame for unit in ranges.units for frame in unit.frames or ())
