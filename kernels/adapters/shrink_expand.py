@@ -6,8 +6,13 @@ multiplies the product by `b` and adds it to the output of the GEMM. A CTA has a
 tile of tokens and finds out on the device which slots occur in it, so the launches depend neither
 on the number of adapters nor on which token has which. CTAs without such a token do nothing.
 
+Many tokens have a kernel of their own for the second step. Its CTAs hold fewer registers, so that
+three or four of them share an SM, and load the factors slot by slot.
+
 Few tokens leave most SMs idle during shrink, so its columns are split among CTAs, each of which
 writes a partial product. Expand adds the partial products, and loads `b` before it waits for them.
+
+One token of an unquantized layer needs neither kernel, see `kernels.gemm.gemv`.
 
 A variant of a kernel takes up to a second to compile, so constants depend on classes of token
 counts, on the rank and on the number of slots, but neither on the sizes of a layer nor on the slots
@@ -22,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.adapters.factors import LEAST_RANK, AdapterRows, Norm, SlotFactors
+from kernels.adapters.factors import LEAST_RANK, AdapterRows, Norm, SlotFactors, padded_rank
 from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.add_norm import rms_norm
 from kernels.gemm.gemv import normed
@@ -37,6 +42,8 @@ _SPLITS = ((512, 8), (1536, 4))
 _LEAST_SPLITS = 2
 _CHUNK = 256  # columns of `b`, of all slots together, that expand multiplies at the same time
 _MANY_CHUNK = 64  # the same for many tokens, whose tiles mostly have one slot
+_MANY_ROWS = 64  # rows of a tile of the kernel for many tokens, and as many of up with SwiGLU
+_MOST_RANK = 64  # largest rank of that kernel, which keeps the products in registers
 _MODULES = 4  # modules of a layer at most
 
 
@@ -62,7 +69,7 @@ def shrink_adapters(
 ) -> Tensor:
     """Implements `plain.shrink_adapters`, with partial products in float32.
 
-    The kernel normalizes one token alone, where a norm of its own would be one launch more.
+    The kernel normalizes a single token itself, because a separate norm would add a launch.
     """
     if norm is not None and len(x) > 1:
         x, norm = rms_norm(x, norm.weight, norm.eps, pdl=pdl), None
@@ -71,7 +78,9 @@ def shrink_adapters(
     _, modules, rank, _ = factors.a.shape
     height = modules * rank
     tokens = _tile_of_tokens(num_tokens)
-    tile = LEAST_RANK if num_tokens <= _FEW_TOKENS else 32 if height <= 32 else 64
+    tile = LEAST_RANK if num_tokens <= _FEW_TOKENS else min(64, padded_rank(height))
+    # Most CTAs of many tokens have none of their slot. They hold shared memory until they end.
+    is_wide = num_tokens > _FEW_TOKENS and tile == 64
     tiles = triton.cdiv(height, tile)
     blocks = triton.cdiv(num_tokens, tokens)
     splits = min(num_splits(num_tokens), triton.cdiv(num_columns, _SHRINK_COLUMNS))
@@ -92,11 +101,11 @@ def shrink_adapters(
         span,
         TOKENS=tokens,
         ROWS=tile,
-        TILE=_SHRINK_COLUMNS,
+        TILE=_SHRINK_COLUMNS // 2 if is_wide else _SHRINK_COLUMNS,
         WIDTH=triton.next_power_of_2(num_columns) if norm is not None else 0,
         PDL=pdl,
         num_warps=4,
-        num_stages=4,
+        num_stages=4 if num_tokens <= _FEW_TOKENS else 3,
         launch_pdl=pdl > 0,
     )
     return out
@@ -125,9 +134,14 @@ def _expand(
     assert modules <= _MODULES, f"{modules} modules"
     tokens = _tile_of_tokens(num_tokens)
     is_few = num_tokens <= _FEW_TOKENS
+    if not is_few and rank <= _MOST_RANK and factors.factor is None and base.dim() == 2:
+        _expand_many(base, out, products, factors, rows, pdl, is_swiglu=is_swiglu)
+        return
     tile = 64 if is_few else 128
     if is_swiglu:
         tile //= 2  # of gate, and as many of up
+        if is_few:  # several CTAs fit an SM, whose registers would hold one with 64 tokens
+            tokens = LEAST_RANK
     is_scaled = factors.factor is not None
     sizes = (*factors.sizes, *[0] * (_MODULES - modules))
     tiles = sum(triton.cdiv(size, tile) for size in sizes[: 1 if is_swiglu else _MODULES])
@@ -162,6 +176,44 @@ def _expand(
         BIAS=factors.bias is not None,
         PDL=pdl,
         num_warps=8 if tokens == _FEW_TOKENS else 4,
+        launch_pdl=pdl > 0,
+    )
+
+
+def _expand_many(
+    base: Tensor,
+    out: Tensor,
+    products: Tensor,
+    factors: SlotFactors,
+    rows: AdapterRows,
+    pdl: int,
+    *,
+    is_swiglu: bool,
+) -> None:
+    splits, num_tokens, modules, rank = products.shape
+    sizes = (*factors.sizes, *[0] * (_MODULES - modules))
+    num_tiles = 2  # a CTA reads the products once for all of its tiles
+    parts = sum(
+        triton.cdiv(size, _MANY_ROWS * num_tiles) for size in sizes[: 1 if is_swiglu else _MODULES]
+    )
+    _expand_many_kernel[parts, triton.cdiv(num_tokens, _FEW_TOKENS)](
+        base,
+        out,
+        products,
+        factors.b,
+        rows.slots,
+        num_tokens,
+        factors.b.stride(0),
+        *sizes,
+        modules,
+        SPLITS=splits,
+        RANK=rank,
+        TOKENS=_FEW_TOKENS,
+        ROWS=_MANY_ROWS,
+        TILES=num_tiles,
+        SWIGLU=is_swiglu,
+        PDL=pdl,
+        num_warps=4,
         launch_pdl=pdl > 0,
     )
 
@@ -338,6 +390,117 @@ def _expand_kernel(
             tl.store(out_ptr + at_base, (base + acc).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_tokens", "modules"])
+def _expand_many_kernel(
+    base_ptr,
+    out_ptr,
+    products_ptr,
+    b_ptr,
+    slots_ptr,
+    num_tokens,
+    b_stride,
+    size0,
+    size1,
+    size2,
+    size3,
+    modules,
+    SPLITS: tl.constexpr,
+    RANK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes TILES tiles of rows of one module, or of gate and up, for a tile of tokens.
+
+    Most tiles of tokens belong to a single prompt and so to a single slot. Slots are multiplied in
+    turn.
+    """
+    num_rows = size0 + size1 + size2 + size3
+    part = tl.program_id(0)
+    first, size, start, module = part * (ROWS * TILES), size0, 0, 0
+    if not SWIGLU:
+        first, size, start, module = _part(part, size0, size1, size2, size3, ROWS * TILES)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < num_tokens
+    slot = tl.load(slots_ptr + token, mask=is_token, other=-1).to(tl.int32)
+    known = slot >= 0
+    least, most = tl.min(tl.where(known, slot, 1 << 30), 0), tl.max(slot, 0)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    wait_for_earlier(PDL)
+    if SWIGLU or most >= 0:
+        stride = num_tokens.to(tl.int64) * (modules * RANK)
+        own = products_ptr + token.to(tl.int64) * (modules * RANK) + module * RANK
+        x = _own_products(own, known, stride, SPLITS, RANK, dtype)
+        up_x = x
+        if SWIGLU:
+            up_x = _own_products(own + RANK, known, stride, SPLITS, RANK, dtype)
+        for tile in range(TILES):
+            within = first + tile * ROWS + tl.arange(0, ROWS)
+            is_row = within < size
+            row = start + within
+            inside = is_token[:, None] & is_row[None, :]
+            if not SWIGLU:
+                inside &= known[:, None]
+            at_base = token.to(tl.int64)[:, None] * num_rows + row[None, :]
+            base = tl.load(base_ptr + at_base, mask=inside, other=0.0)
+            acc = tl.zeros((TOKENS, ROWS), tl.float32)
+            acc = _add_slots(acc, x, slot, least, most, b_ptr, row, is_row, b_stride, RANK)
+            found = (base.to(tl.float32) + acc).to(dtype)
+            place = at_base
+            if SWIGLU:
+                up = tl.load(base_ptr + at_base + size0, mask=inside, other=0.0)
+                acc = tl.zeros((TOKENS, ROWS), tl.float32)
+                acc = _add_slots(
+                    acc, up_x, slot, least, most, b_ptr, row + size0, is_row, b_stride, RANK
+                )
+                found = swiglu(found, (up.to(tl.float32) + acc).to(dtype))
+                place = token.to(tl.int64)[:, None] * size0 + row[None, :]
+            tl.store(out_ptr + place, found, mask=inside)
+
+
+@triton.jit
+def _own_products(
+    own, known, stride, SPLITS: tl.constexpr, RANK: tl.constexpr, dtype: tl.constexpr
+):
+    """Returns the products `[TOKENS, RANK]` of each token's own slot."""
+    places = own[:, None] + tl.arange(0, RANK)[None, :]
+    total = tl.load(places, mask=known[:, None], other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(places + split * stride, mask=known[:, None], other=0.0)
+    return total.to(dtype)
+
+
+@triton.jit
+def _add_slots(acc, x, slot, least, most, b_ptr, row, is_row, b_stride, RANK: tl.constexpr):
+    """Adds the products of all slots from `least` to `most` times their factors `b`."""
+    places = b_ptr + row.to(tl.int64)[:, None] * b_stride + tl.arange(0, RANK)[None, :]
+    for each in range(least, most + 1):
+        b = tl.load(places + each * RANK, mask=is_row[:, None], other=0.0)
+        chosen = tl.where((slot == each)[:, None], x, 0.0)
+        acc = tl.dot(chosen, tl.trans(b), acc)
+    return acc
+
+
+@triton.jit
+def _part(part, size0, size1, size2, size3, ROWS: tl.constexpr):
+    """Returns the first row of a part within its module, and the module's size, start and index."""
+    second_part = (size0 + ROWS - 1) // ROWS
+    third_part = second_part + (size1 + ROWS - 1) // ROWS
+    fourth_part = third_part + (size2 + ROWS - 1) // ROWS
+    second, third, fourth = part >= second_part, part >= third_part, part >= fourth_part
+    module = second.to(tl.int32) + third.to(tl.int32) + fourth.to(tl.int32)
+    before = tl.where(
+        fourth, fourth_part, tl.where(third, third_part, tl.where(second, second_part, 0))
+    )
+    start = tl.where(third, size0 + size1, tl.where(second, size0, 0))
+    start = tl.where(fourth, size0 + size1 + size2, start)
+    size = tl.where(third, size2, tl.where(second, size1, size0))
+    size = tl.where(fourth, size3, size)
+    return (part - before) * ROWS, size, start, module
+
+
 @triton.jit
 def _rows_of_tile(
     tile,
@@ -348,19 +511,8 @@ def _rows_of_tile(
     ROWS: tl.constexpr,
 ):
     """Returns a tile's rows, which of them exist, and the tile's module. No tile has two."""
-    second_tile = (size0 + ROWS - 1) // ROWS
-    third_tile = second_tile + (size1 + ROWS - 1) // ROWS
-    fourth_tile = third_tile + (size2 + ROWS - 1) // ROWS
-    second, third, fourth = tile >= second_tile, tile >= third_tile, tile >= fourth_tile
-    module = second.to(tl.int32) + third.to(tl.int32) + fourth.to(tl.int32)
-    before = tl.where(
-        fourth, fourth_tile, tl.where(third, third_tile, tl.where(second, second_tile, 0))
-    )
-    start = tl.where(third, size0 + size1, tl.where(second, size0, 0))
-    start = tl.where(fourth, size0 + size1 + size2, start)
-    size = tl.where(third, size2, tl.where(second, size1, size0))
-    size = tl.where(fourth, size3, size)
-    row = (tile - before) * ROWS + tl.arange(0, ROWS)
+    first, size, start, module = _part(tile, size0, size1, size2, size3, ROWS)
+    row = first + tl.arange(0, ROWS)
     return row + start, row < size, module
 
 

@@ -5,7 +5,13 @@ of the weight and fuses the operations around the GEMV: the RMSNorm before it, a
 residual addition after it. With programmatic dependent launch, a kernel starts while the previous
 kernel ends, and loads its first weights before its input is there. The reference implementations
 in `kernels.plain` have the same rounding.
+
+`Change` makes a GEMV add the change of a low-rank adapter before it rounds. The adapter's products
+are those of `shrink`, a GEMV by the factor `a` of the token's slot. Its CTAs load the factor before
+their input is there, and those of the next GEMV load their first weights meanwhile.
 """
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -14,6 +20,55 @@ from torch import Tensor
 from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.silu_mul import swiglu
 from kernels.tuning import GemvConfig, gemv_config
+
+_MODULES = 4  # modules of a layer with adapters at most
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The change of one token's output by the adapter of its slot.
+
+    Attributes:
+        products: `[modules, rank]`, result of `shrink`.
+        b: `[N, slots, rank]`, factors `b` of all slots.
+        sizes: number of rows of each of the layer's modules.
+        slots: `[1]` int64, slot of the token, -1 for none.
+    """
+
+    products: Tensor
+    b: Tensor
+    sizes: tuple[int, ...]
+    slots: Tensor
+
+
+def shrink(
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    a: Tensor,
+    slots: Tensor,
+    *,
+    pdl: int = 0,
+) -> Tensor:
+    """Multiplies a token by the factors `a` of its slot: `[1, K]` → `[modules, rank]`.
+
+    Each CTA computes a row of `a`, which its registers hold before the input is there. The products
+    of a token without a slot are zeros.
+
+    Args:
+        x: input of the layer, before the norm if there is one.
+        norm: `[K]`, weight of the norm. None if `x` is normalized.
+        eps: constant of the norm.
+        a: `[slots, modules, rank, K]`, factors `a` of all slots.
+        slots: `[1]` int64, slot of the token, -1 for none.
+        pdl: mode of dependent launch, see `wait_for_earlier`.
+    """
+    _, modules, rank, num_columns = a.shape
+    out = x.new_empty(modules, rank)
+    tile = triton.next_power_of_2(num_columns)
+    config = GemvConfig(rows=1, tile=tile, stages=0, warps=8 if tile > 4096 else 4)
+    _launch(x, a, out.view(1, -1), "linear", None, norm, eps, pdl, config, slots=slots)
+    return out
 
 
 def linear(
@@ -24,6 +79,7 @@ def linear(
     out: Tensor | None = None,
     pdl: int = 0,
     config: GemvConfig | None = None,
+    change: Change | None = None,
 ) -> Tensor:
     """Computes `x @ weight.T + bias`: `[1, K]`, `[N, K]` → `[1, N]`.
 
@@ -31,7 +87,7 @@ def linear(
     """
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0])
-    _launch(x, weight, out, "linear", bias, None, 0.0, pdl, config)
+    _launch(x, weight, out, "linear", bias, None, 0.0, pdl, config, change)
     return out
 
 
@@ -44,10 +100,11 @@ def norm_linear(
     *,
     pdl: int = 0,
     config: GemvConfig | None = None,
+    change: Change | None = None,
 ) -> Tensor:
     """Computes `rms_norm(x) @ weight.T + bias`."""
     out = x.new_empty(x.shape[0], weight.shape[0])
-    _launch(x, weight, out, "norm_linear", bias, norm, eps, pdl, config)
+    _launch(x, weight, out, "norm_linear", bias, norm, eps, pdl, config, change)
     return out
 
 
@@ -60,10 +117,11 @@ def norm_swiglu(
     *,
     pdl: int = 0,
     config: GemvConfig | None = None,
+    change: Change | None = None,
 ) -> Tensor:
     """Computes `silu_and_mul(rms_norm(x) @ weight.T + bias)`: `[1, K]`, `[2 * N, K]` → `[1, N]`."""
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    _launch(x, weight, out, "norm_swiglu", bias, norm, eps, pdl, config)
+    _launch(x, weight, out, "norm_swiglu", bias, norm, eps, pdl, config, change)
     return out
 
 
@@ -75,9 +133,10 @@ def linear_residual(
     *,
     pdl: int = 0,
     config: GemvConfig | None = None,
+    change: Change | None = None,
 ) -> None:
     """Computes `residual += x @ weight.T + bias` in place."""
-    _launch(x, weight, residual, "linear_residual", bias, None, 0.0, pdl, config)
+    _launch(x, weight, residual, "linear_residual", bias, None, 0.0, pdl, config, change)
 
 
 def _launch(
@@ -90,12 +149,19 @@ def _launch(
     eps: float,
     pdl: int,
     config: GemvConfig | None,
+    change: Change | None = None,
+    slots: Tensor | None = None,
 ) -> None:
+    """Launches the kernel. `slots` selects one of several weights, whose rows `out` has."""
     num_columns, num_rows = x.shape[1], out.shape[1]
     if config is None:
         config = gemv_config(kind, len(weight), num_columns)
     rows = config.rows
-    while num_rows % rows:
+    sizes, rank = [0] * _MODULES, 0
+    if change is not None:
+        assert len(change.sizes) <= _MODULES, f"{len(change.sizes)} modules"
+        sizes[: len(change.sizes)], rank, slots = change.sizes, change.b.shape[2], change.slots
+    while any(size % rows for size in (num_rows, *sizes)):
         rows //= 2
     _gemv_kernel[(num_rows // rows,)](
         x,
@@ -105,6 +171,11 @@ def _launch(
         bias,
         num_rows,
         eps,
+        slots,
+        None if change is None else change.products,
+        None if change is None else change.b,
+        0 if change is None else change.b.stride(0),
+        *sizes[:-1],
         WIDTH=num_columns,
         ROWS=rows,
         TILE=config.tile,
@@ -114,6 +185,7 @@ def _launch(
         BIAS=bias is not None,
         SWIGLU=kind == "norm_swiglu",
         ADD=kind == "linear_residual",
+        RANK=rank,
         PDL=pdl,
         num_warps=config.warps,
         launch_pdl=pdl > 0,
@@ -129,6 +201,13 @@ def _gemv_kernel(
     bias_ptr,
     num_rows,
     eps,
+    slots_ptr,
+    products_ptr,
+    b_ptr,
+    b_stride,
+    size0,
+    size1,
+    size2,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -138,12 +217,25 @@ def _gemv_kernel(
     BIAS: tl.constexpr,
     SWIGLU: tl.constexpr,
     ADD: tl.constexpr,
+    RANK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Computes ROWS rows of the output.
+
+    With RANK, it adds the products times the factors `b` of the token's slot. Without RANK but with
+    slots, the weight is the slot's part of several, and the output of no slot is zeros.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, TILE)
     inside = column < WIDTH
-    weights = weight_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    slot = 0
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr)
+    first_row = row.to(tl.int64)
+    if RANK == 0 and slots_ptr is not None:
+        first_row += slot * num_rows
+        inside &= slot >= 0
+    weights = weight_ptr + first_row[:, None] * WIDTH + column[None, :]
     up_weights = weights + tl.cast(num_rows, tl.int64) * WIDTH
     # The weights are read before the wait, because no earlier kernel writes them.
     weight = tl.load(weights, mask=inside[None, :], other=0.0)
@@ -165,6 +257,22 @@ def _gemv_kernel(
             squares += other * other
         scale = tl.rsqrt(tl.sum(squares) / WIDTH + eps)
         x = normed(x, norm, scale, dtype)
+    b, product, up_b, up_product = 0.0, 0.0, 0.0, 0.0
+    if RANK:  # here, where the norm's registers are free: the sums below hide the loads
+        rank = tl.broadcast_to(tl.arange(0, RANK)[None, :], (ROWS, RANK))
+        places = b_ptr + row.to(tl.int64)[:, None] * b_stride + slot * RANK + rank
+        b = tl.load(places, mask=slot >= 0, other=0.0)
+        module = 0
+        if not SWIGLU:  # a CTA has rows of one module
+            first = tl.program_id(0) * ROWS
+            module = (first >= size0).to(tl.int32) + (first >= size0 + size1).to(tl.int32)
+            module += (first >= size0 + size1 + size2).to(tl.int32)
+        product = tl.load(products_ptr + module * RANK + rank)
+        if SWIGLU:
+            up_b = tl.load(
+                places + tl.cast(num_rows, tl.int64) * b_stride, mask=slot >= 0, other=0.0
+            )
+            up_product = tl.load(products_ptr + RANK + rank)
     acc = weight.to(tl.float32) * x[None, :]
     up_acc = up_weight.to(tl.float32) * x[None, :]
     if NUM_TILES > 1:
@@ -207,16 +315,26 @@ def _gemv_kernel(
     result = tl.sum(acc, axis=1)
     if BIAS:
         result += tl.load(bias_ptr + row).to(tl.float32)
+    if RANK:
+        result += _change(product, b)
     result = result.to(dtype).to(tl.float32)
     if SWIGLU:
         up = tl.sum(up_acc, axis=1)
         if BIAS:
             up += tl.load(bias_ptr + num_rows + row).to(tl.float32)
+        if RANK:
+            up += _change(up_product, up_b)
         result = swiglu(result.to(dtype), up.to(dtype)).to(tl.float32)
     out = out_ptr + row
     if ADD:
         result += tl.load(out).to(tl.float32)
     tl.store(out, result.to(dtype))
+
+
+@triton.jit
+def _change(product, b):
+    """Returns the change `[ROWS]` by products and factors `b`, both `[ROWS, RANK]`."""
+    return tl.sum(product.to(tl.float32) * b.to(tl.float32), axis=1)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from torch import Tensor
 from benchmarks.adapters import write_adapter, write_model
 from kernels.adapters import plain
 from kernels.adapters.factors import AdapterRows, Norm, SlotFactors
+from kernels.plain import rms_norm
 from services.common.model_spec import RopeSpec, TextSpec
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
@@ -40,6 +41,7 @@ from tests.known_drafts import KnownSources, from_answer
 
 pytest.importorskip("triton")
 from kernels.adapters import shrink_expand
+from kernels.gemm import gemv
 
 pytestmark = pytest.mark.gpu
 SLOTS = 8
@@ -123,6 +125,40 @@ def test_shrink_normalizes_one_token(rank: int) -> None:
     given: Norm = norm
     found = shrink_expand.shrink_adapters(x, given, factors, rows, pdl=2).sum(0)
     assert error(found, plain.shrink_adapters(x, given, factors, rows).sum(0)) < CHANGE
+
+
+@pytest.mark.parametrize("rank", [16, 256])
+@pytest.mark.parametrize("sizes", [QKV, GATE_UP, DOWN])
+def test_gemvs_add_the_change_of_one_token(sizes: tuple[int, ...], rank: int) -> None:
+    """Without a slot, a GEMV gives the bits of the base layer. Weights are small beside changes."""
+    torch.manual_seed(0)
+    columns = 12288 if sizes == DOWN else 4096
+    factors, x = factors_of(sizes, columns, rank), random(1, columns)
+    weight, norm = random(sum(sizes), columns) * columns**-0.5, random(columns)
+    residual = random(1, sum(sizes))
+    for slot in (5, 0, -1, 7):
+        slots = torch.tensor([slot], device=CUDA)
+
+        def change(x: Tensor, norm: Tensor | None, slots: Tensor = slots) -> gemv.Change:
+            products = gemv.shrink(x, norm, 1e-6, factors.a, slots, pdl=2)
+            return gemv.Change(products, factors.b, factors.sizes, slots)
+
+        normed = rms_norm(x, norm, 1e-6)
+        wanted = exact(normed.double() @ weight.double().T, normed, factors, slots)
+        added = change(x, norm)
+        found = gemv.norm_linear(x, norm, 1e-6, weight, pdl=2, change=added)
+        assert error(found, wanted) < CHANGE, slot
+        if slot < 0:
+            assert torch.equal(found, gemv.norm_linear(x, norm, 1e-6, weight, pdl=2))
+        if sizes == GATE_UP:
+            added = change(x, norm)
+            found = gemv.norm_swiglu(x, norm, 1e-6, weight, pdl=2, change=added)
+            gate, up = wanted.chunk(2, 1)
+            assert error(found, torch.nn.functional.silu(gate) * up) < 2 * CHANGE, slot
+        wanted = exact(x.double() @ weight.double().T, x, factors, slots)
+        added, out = change(x, None), residual.clone()
+        gemv.linear_residual(x, weight, None, out, pdl=2, change=added)
+        assert error(out, residual.double() + wanted) < CHANGE, slot
 
 
 @pytest.mark.parametrize("count", [1, 33, 1000])
@@ -224,7 +260,10 @@ def reference(
         harness.step(harness.chunk(sequence))
     ops = harness.model.ops
     names = "shrink_adapters", "expand_adapters", "expand_adapters_swiglu"
+    twins = {"plain", "unfused"}
     with monkeypatch.context() as patch:
+        found = [each for each in ops.table._operations["adapted_gemv"] if each.name in twins]
+        patch.setitem(ops.table._operations, "adapted_gemv", found)
         for name in names:
             found = [each for each in ops.table._operations[name] if each.name == "plain"]
             assert len(ops.table._operations[name]) == 2, f"{name}: Triton was dropped"

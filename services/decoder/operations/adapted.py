@@ -1,10 +1,10 @@
 """The kernels of a decoder layer in a step some of whose tokens have an adapter.
 
 A layer that no adapter changes runs by the kernels of any step. Of a changed layer, the base GEMM
-stands between `shrink_adapters` and `expand_adapters`, so operations that fuse the GEMM with its
-neighbours are composed instead, except for one token. A mixture whose experts or router an adapter
-changes is computed anew in plain torch for the tokens with adapters; the others keep the result of
-the kernel.
+stands between `shrink_adapters` and `expand_adapters`. Therefore, operations that fuse the GEMM
+with its neighbours are composed instead, except for one token (`adapted_gemv`). A mixture whose
+experts or router an adapter changes is computed anew in plain torch for the tokens with adapters;
+the others keep the result of the kernel.
 """
 
 from dataclasses import dataclass, replace
@@ -43,6 +43,20 @@ class _Adapted:
         """
         return len(x) <= GEMV_TOKENS and layer.adapters.factors.factor is None
 
+    def _gemv(
+        self,
+        x: Tensor,
+        layer: Linear,
+        *,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+        is_swiglu: bool = False,
+    ) -> Tensor | None:
+        """Calls `AdaptedGemvKernel` if it computes this step and layer. Otherwise returns None."""
+        if not self._is_fused(layer, x):
+            return None
+        return self.base.adapted_gemv(x, norm, residual, layer, self.rows, is_swiglu)
+
     def _shrink(self, x: Tensor, layer: Linear, norm: RMSNorm | None = None) -> Tensor:
         return self.base.shrink_adapters(x, norm, layer.adapters.factors, self.rows)
 
@@ -65,6 +79,8 @@ class _Adapted:
     ) -> tuple[Tensor, Tensor]:
         if self._is_base(layer):
             return self.base.norm_linear(addend, residual, norm, layer)
+        if addend is None and (out := self._gemv(residual, layer, norm=norm)) is not None:
+            return out, residual
         if addend is None and self._is_fused(layer, residual):
             products = self._shrink(residual, layer, norm)
             out, residual = self.base.norm_linear(None, residual, norm, layer)
@@ -86,6 +102,10 @@ class _Adapted:
         if self._is_base(layer) and self._is_base(consumer):
             return self.base.norm_swiglu(addend, residual, norm, layer, consumer)
         if addend is None and not self._is_base(layer) and self._is_fused(layer, residual):
+            # The result is not quantized, as this kernel needs layers without quantization.
+            out = self._gemv(residual, layer, norm=norm, is_swiglu=True)
+            if out is not None:
+                return out, residual
             products = self._shrink(residual, layer, norm)
             out, residual = self.base.norm_linear(None, residual, norm, layer)
             factors = layer.adapters.factors
@@ -96,8 +116,10 @@ class _Adapted:
     def linear_residual(self, x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
         if self._is_base(layer):
             return self.base.linear_residual(x, layer, residual)
-        if not self._is_fused(layer, x):
+        if layer.adapters.factors.factor is not None:  # DoRA scales the layer's output alone
             return self.project(x, layer)
+        if self._gemv(x, layer, residual=residual) is not None:
+            return None
         products = self._shrink(x, layer)
         out = self.base.linear_residual(x, layer, residual)
         if out is not None:

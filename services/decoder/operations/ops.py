@@ -91,7 +91,13 @@ class Ops:
         def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
             return chosen.project(x, layer)
 
-        composed = {each.__name__: each for each in (norm_linear, norm_swiglu, linear_residual)}
+        def adapted_gemv(*_: object) -> None:
+            """`adapted` composes the operation."""
+
+        composed = {
+            each.__name__: each
+            for each in (norm_linear, norm_swiglu, linear_residual, adapted_gemv)
+        }
         kernels: dict[str, Kernel] = {}
         for operation in _LAYER_OPERATIONS:
             by_format: dict[str, Kernel] = {}

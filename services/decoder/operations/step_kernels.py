@@ -240,6 +240,38 @@ class ExpandAdaptersKernel(Protocol):
         ...
 
 
+class AdaptedGemvKernel(Protocol):
+    """Applies a linear layer that adapters change to a single token.
+
+    The norm before the layer, and SwiGLU or the residual addition after it, are part of the kernel.
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: RMSNorm | None,
+        residual: Tensor | None,
+        layer: Linear,
+        rows: AdapterRows,
+        is_swiglu: bool,
+        /,
+    ) -> Tensor | None:
+        """Returns the changed output, or `residual` if the output was added to it in place.
+
+        Returns None if the operation is composed of `ShrinkAdaptersKernel`, the base layer and
+        `ExpandAdaptersKernel`.
+
+        Args:
+            x: `[1, K]`, input of the layer, before the norm if there is one.
+            norm: norm of the input. None if `x` is normalized.
+            residual: residual stream. None if the output is returned.
+            layer: linear layer without factors of DoRA.
+            rows: adapter of the token.
+            is_swiglu: True to apply SwiGLU to the output of gate and up.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepKernels:
     """The kernels of a decoder layer that the dispatch table chose for one number of tokens."""
@@ -259,6 +291,7 @@ class StepKernels:
     shrink_adapters: ShrinkAdaptersKernel
     expand_adapters: ExpandAdaptersKernel
     expand_adapters_swiglu: ExpandAdaptersKernel
+    adapted_gemv: AdaptedGemvKernel
 
     def add_norm(
         self, addend: Tensor | None, residual: Tensor, norm: RMSNorm

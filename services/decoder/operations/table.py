@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from kernels import plain, tuning
 from kernels.adapters import plain as adapters
+from kernels.adapters.factors import AdapterRows
 from kernels.attention import attention_tuning
 from kernels.device import DeviceFacts
 from kernels.gemm import cublaslt, fp8_weight
@@ -29,6 +30,7 @@ from services.common.model_spec import RopeSpec, TextSpec
 from services.common.nn import experts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
 from services.common.nn.formats import Rows, rows_of
+from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.common.nn.quantized import gemv_after_norm, of_layer
 from services.decoder.operations.kernel_facts import UNQUANTIZED, KernelFacts, attention_facts
@@ -255,6 +257,34 @@ def _skinny_linear_swiglu(facts: KernelFacts) -> Kernel:
     return lambda x, layer: gemm(x, layer.weight, layer.bias, config)
 
 
+def _adapted_gemv(facts: KernelFacts) -> Kernel:
+    from kernels.gemm import gemv
+
+    def multiply(
+        x: Tensor,
+        norm: RMSNorm | None,
+        residual: Tensor | None,
+        layer: Linear,
+        rows: AdapterRows,
+        is_swiglu: bool,
+    ) -> Tensor:
+        assert layer.adapters is not None
+        factors, pdl = layer.adapters.factors, facts.pdl
+        scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        products = gemv.shrink(x, scale, eps, factors.a, rows.slots, pdl=pdl)
+        change = gemv.Change(products, factors.b, factors.sizes, rows.slots)
+        weight, bias = layer.method.weight(layer), layer.bias
+        if scale is not None:
+            kernel = gemv.norm_swiglu if is_swiglu else gemv.norm_linear
+            return kernel(x, scale, eps, weight, bias, pdl=pdl, change=change)
+        if residual is None:
+            return gemv.linear(x, weight, bias, pdl=pdl, change=change)
+        gemv.linear_residual(x, weight, bias, residual, pdl=pdl, change=change)
+        return residual
+
+    return multiply
+
+
 def _swiglu_gemm(facts: KernelFacts) -> Kernel:
     from kernels.gemm import swiglu_gemm
 
@@ -398,6 +428,11 @@ ROWS: Sequence[Row] = (
         "expand_adapters_swiglu", _ADAPTERS, adapters.expand_adapters_swiglu, _half_precision,
         pdl=True,
     ),
+    Row(
+        "adapted_gemv", "gemv", _adapted_gemv, _needs(_FUSED_GEMV, _half_precision, _one_rank),
+        _tokens(1, tuning.GEMV_TOKENS),
+    ),
+    Row("adapted_gemv", "unfused", _unfused),
     *_twins("output_gate", _GATES, plain.output_gate, pdl=True),
     *_twins("reduce_split_k", "gemm.skinny_gemm", plain.reduce_split_k, pdl=True),
     *_twins("delta_decode", f"{_DELTA}_decode", delta_rule.decode, _delta_sizes, pdl=True),
@@ -426,6 +461,7 @@ LAYER_ARGUMENT = {
     "project": 1,
     "linear_swiglu": 1,
     "moe": 2,
+    "adapted_gemv": 3,
 }
 
 

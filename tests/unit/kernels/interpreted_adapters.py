@@ -1,9 +1,13 @@
 """Run by interpreted.py."""
 
 import torch
+from torch import Tensor
 
 from kernels.adapters import plain, shrink_expand
 from kernels.adapters.factors import AdapterRows, SlotFactors
+from kernels.gemm import gemv
+from kernels.plain import norm_linear, silu_and_mul
+from kernels.tuning import GemvConfig
 from services.common.nn.layers import RMSNorm
 from tests.unit.kernels.interpreter import assert_close
 
@@ -48,6 +52,42 @@ def check(
         assert_close(found, twin, atol=3e-5, rtol=3e-5)
 
 
+def check_one_token(
+    sizes: tuple[int, ...], columns: int, rank: int, config: GemvConfig | None = None
+) -> None:
+    """GEMVs of one token that add the change of its slot, and their neighbours."""
+    made, norm = factors_of(sizes, columns, 3, rank), RMSNorm(columns, 1e-6)
+    norm.weight.data = torch.randn(columns)
+    x, residual = torch.randn(1, columns), torch.randn(1, sum(sizes))
+    weight, bias = torch.randn(sum(sizes), columns) * 0.1, torch.randn(sum(sizes))
+    for slot in (2, 0, -1):
+        rows = AdapterRows(torch.tensor([slot]), 3, 0, 3)
+
+        def twin(normed: RMSNorm | None, base: Tensor, rows: AdapterRows = rows) -> Tensor:
+            products = plain.shrink_adapters(x, normed, made, rows)
+            return plain.expand_adapters(base, products, made, rows)
+
+        for normed in (norm, None):
+            scale = None if normed is None else normed.weight
+            products = gemv.shrink(x, scale, 1e-6, made.a, rows.slots)
+            change = gemv.Change(products, made.b, made.sizes, rows.slots)
+            if normed is None:
+                wanted = twin(None, torch.nn.functional.linear(x, weight, bias))
+                found = gemv.linear(x, weight, bias, config=config, change=change)
+                assert_close(found, wanted, atol=3e-5, rtol=3e-5)
+                out = residual.clone()
+                gemv.linear_residual(x, weight, bias, out, config=config, change=change)
+                assert_close(out, residual + wanted, atol=3e-5, rtol=3e-5)
+                continue
+            wanted = twin(normed, norm_linear(x, normed.weight, 1e-6, weight, bias))
+            given = x, normed.weight, 1e-6, weight, bias
+            found = gemv.norm_linear(*given, config=config, change=change)
+            assert_close(found, wanted, atol=3e-5, rtol=3e-5)
+            if len(sizes) == 2:
+                found = gemv.norm_swiglu(*given, config=config, change=change)
+                assert_close(found, silu_and_mul(wanted), atol=3e-5, rtol=3e-5)
+
+
 if __name__ == "__main__":
     check([0], (64,), 328, 1, 8)
     check([1, -1, 0, 2], (40, 16, 16), 256, 3, 16, num_partials=2)  # tiles that are not full
@@ -56,5 +96,12 @@ if __name__ == "__main__":
     check([0, 1, 1, -1, 0], (70, 70), 200, 2, 16, dora=True, num_partials=2)
     check([0, 1, 1, -1, 0], (33,), 64, 2, 16, dora=True)
     check([3, 0, 7, -1] * 18, (32, 32), 128, 8, 64)  # more tokens than a tile has, chunks
+    check([0, 2, -1, 2] * 18, (140, 40, 16), 64, 3, 16)  # many tokens
+    check([-1] * 70 + [1] * 3, (70, 70), 64, 2, 64)
+    check([1] * 66, (32,), 64, 2, 65)  # a large rank
+    check([1, -1] * 33, (32,), 64, 2, 16, dora=True)
     check([0, 3, 9], (16, 16, 16, 16), 64, 12, 128)  # chunks of a part of a rank
+    check_one_token((40, 16, 18), 96, 16)
+    check_one_token((24, 24), 100, 24, GemvConfig(4, 32, 0, 1))
+    check_one_token((64,), 96, 128, GemvConfig(4, 32, 2, 1))
     print("agreed")

@@ -10,11 +10,12 @@ pytest.importorskip("triton")
 from kernels.adapters import shrink_expand
 from kernels.adapters.factors import AdapterRows, SlotFactors
 from kernels.device import KNOWN_DEVICES
+from kernels.gemm import gemv
 from services.common.nn.layers import RMSNorm
 from tests.gpu_compiler import compiled_launches
 
 CASES = [
-    ("h100", 16, (1, 64)),
+    ("h100", 16, (1, 64, 1000)),
     *(
         pytest.param(device, rank, (1, 64, 1000), marks=pytest.mark.nightly)
         for device in ("h100", "l40s", "a100", "rtx-pro-6000")
@@ -36,13 +37,21 @@ def test_shrink_and_expand_compile_and_fit(device: str, rank: int, counts: tuple
             rows = AdapterRows(torch.zeros(count, dtype=torch.int64), slots, 0, slots)
             x, pdl = like.new_empty(count, 1024), 2 * gpu.supports_pdl
             out = torch.empty(2, count, 1536) if count <= 64 else like.new_empty(count, 1536)
-            norm = RMSNorm(1024, 1e-6).to(torch.bfloat16) if count == 1 else None
-            products = shrink_expand.shrink_adapters(x, norm, qkv, rows, pdl=pdl)
+            norm = RMSNorm(1024, 1e-6).to(torch.bfloat16)
+            given = norm if count == 1 else None
+            products = shrink_expand.shrink_adapters(x, given, qkv, rows, pdl=pdl)
             shrink_expand.expand_adapters(out, products, qkv, rows, pdl=pdl)
             out = like.new_empty(count, 4096)
             products = shrink_expand.shrink_adapters(x, None, gate_up, rows, pdl=pdl)
             shrink_expand.expand_adapters_swiglu(out, products, gate_up, rows, pdl=pdl)
-    assert {launch.name for launch in launches} == {"_shrink_kernel", "_expand_kernel"}
+            if count == 1 and gpu.supports_pdl:
+                shrunk = gemv.shrink(x, norm.weight, 1e-6, qkv.a, rows.slots, pdl=pdl)
+                change = gemv.Change(shrunk, qkv.b, qkv.sizes, rows.slots)
+                weight = like.new_empty(1536, 1024)
+                gemv.norm_linear(x, norm.weight, 1e-6, weight, pdl=pdl, change=change)
+    names = {launch.name for launch in launches}
+    assert {"_shrink_kernel", "_expand_kernel"} <= names
+    assert ("_expand_many_kernel" in names) == (1000 in counts and rank <= 64)
     for launch in launches:
         assert launch.shared_bytes <= gpu.shared_memory_bytes, launch.name
         if gpu.supports_pdl:  # a CTA without tokens waits, too
@@ -84,7 +93,7 @@ def test_a_model_needs_few_variants_and_no_step_another() -> None:
             expand = shrink_expand.expand_adapters_swiglu if is_gate_up else expand
             expand(out, products, layer, rows, pdl=2)
 
-    names = "_shrink_kernel", "_expand_kernel"
+    names = "_shrink_kernel", "_expand_kernel", "_expand_many_kernel"
     with mock.patch.multiple(shrink_expand, **{name: _Variants(seen) for name in names}):
         for count in (1, 2, 64, 512, 1024, 4096):  # sizes of warm-up and of graphs
             step(count)

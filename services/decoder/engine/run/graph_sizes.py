@@ -58,9 +58,10 @@ def crowded_buckets(
 def adapted_sizes(sizes: Sequence[int], launch_hiding_tokens: int, *, decodes: bool) -> list[int]:
     """Returns the sizes to capture for steps with adapters, out of those to capture for others.
 
-    Each size has a graph more, so these sizes are fewer, to keep the start short. A step is padded
-    by at most a quarter where the other sizes allow it. Such a step has up to twice as many
-    launches, which eager steps of more than `2 * launch_hiding_tokens` tokens hide.
+    Each size has a graph more, so these sizes are fewer, to keep the start short. Where the other
+    sizes allow it, decodes are padded by at most a quarter, and steps with prompts, whose time
+    grows with their tokens, by at most an eighth. Such a step has up to twice as many launches,
+    which eager steps of more than `3 * launch_hiding_tokens` tokens hide.
 
     Args:
         sizes: sizes to capture, ascending.
@@ -68,10 +69,11 @@ def adapted_sizes(sizes: Sequence[int], launch_hiding_tokens: int, *, decodes: b
             nearly as fast as a graph.
         decodes: True if the steps have decodes alone, of which any number is captured.
     """
-    fitting = [size for size in sizes if decodes or size <= 2 * launch_hiding_tokens]
+    fitting = [size for size in sizes if decodes or size <= 3 * launch_hiding_tokens]
+    most = 1.25 if decodes else 1.125
     found: list[int] = []
     for index, size in enumerate(fitting):
         following = fitting[index + 1 : index + 2]
-        if not found or not following or following[0] > found[-1] * 1.25:
+        if not found or not following or following[0] > found[-1] * most:
             found.append(size)
     return found
