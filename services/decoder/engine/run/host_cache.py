@@ -27,10 +27,11 @@ from services.common.nn.pinned import pin, unpin
 from services.decoder.engine.run.graphs import DeviceState
 from services.decoder.engine.step import ComputeStep, Int64Array
 
-# Sizes of the buffers for KV blocks on the device. A gather of more blocks waits for copies to the
-# host, which take 0.7 ms for these bytes at 50 GB/s.
-SAVE_BYTES = 32 << 20
-LOAD_BYTES = 48 << 20  # of each of two
+# Sizes of the buffers for KV blocks on the device. The idle saves of a decode step should fit: with
+# 32 rows these are 18 blocks (`schedule.host_slots`), 42 MB of an 8B model. A gather of more blocks
+# waits for copies to the host, which take 1 ms for these bytes at 50 GB/s.
+SAVE_BYTES = 48 << 20
+LOAD_BYTES = 40 << 20  # of each of two
 _BUFFERED_STATES = 1  # states are larger than blocks, and few are copied in a step
 _FIRST = -1  # priority of the streams, whose kernels are short
 
