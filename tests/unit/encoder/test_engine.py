@@ -195,12 +195,12 @@ class FakeClock:
 class Running:
     """An engine in a thread."""
 
-    def __init__(self, workers: int = 2) -> None:
+    def __init__(self, workers: int = 2, preprocessor: FakePreprocessor | None = None) -> None:
         self.clock = FakeClock()
         front_end, engine_end = create_socket_pair()
         self.ends = (front_end, engine_end)
         self.runner = FakeRunner()
-        self.preprocessor = FakePreprocessor()
+        self.preprocessor = preprocessor or FakePreprocessor()
         self.front = Front(front_end)
         self.engine = Engine(
             EngineChannel(engine_end, FrontMessage),
