@@ -1,5 +1,6 @@
 """The kernels of adapters compile for each GPU and fit its shared memory, in few variants."""
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -7,11 +8,19 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from benchmarks.text_shapes import TEXT_SHAPES
 from kernels.adapters import shrink_expand
 from kernels.adapters.factors import AdapterRows, SlotFactors
 from kernels.device import KNOWN_DEVICES
 from kernels.gemm import gemv
+from services.common.nn.adapter_stack import AdapterStack
+from services.common.nn.collectives import ALONE
 from services.common.nn.layers import RMSNorm
+from services.common.nn.linear import Linear
+from services.decoder.operations import table
+from services.decoder.operations.adapted import adapted
+from services.decoder.operations.kernel_facts import KernelFacts
+from services.decoder.operations.ops import Ops
 from tests.gpu_compiler import compiled_launches
 
 CASES = [
@@ -56,6 +65,45 @@ def test_shrink_and_expand_compile_and_fit(device: str, rank: int, counts: tuple
         assert launch.shared_bytes <= gpu.shared_memory_bytes, launch.name
         if gpu.supports_pdl:  # a CTA without tokens waits, too
             assert "griddepcontrol.wait" in launch.ptx
+
+
+def layer_of(rows: dict[str, int], columns: int) -> Linear:
+    """A layer with memory for adapters of two slots."""
+    with torch.device("meta"):
+        made = Linear(columns, rows)
+    weight = torch.empty(sum(rows.values()), columns, dtype=torch.bfloat16)
+    made.weight = torch.nn.Parameter(weight, requires_grad=False)
+    made.adapters = AdapterStack.of(made, 2, 16, weight, ALONE)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_one_token_needs_two_launches_a_layer() -> None:
+    """A shrink, and the GEMV of the base model."""
+    text = replace(
+        TEXT_SHAPES["8b"], hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2,
+        head_dim=64,
+    )  # fmt: skip
+    facts = KernelFacts(KNOWN_DEVICES["h100"], text, torch.bfloat16)
+    ops = Ops(table.resolve(facts))
+    kernels = adapted(
+        ops.for_tokens(1), AdapterRows(torch.zeros(1, dtype=torch.int64), 2, 0, 2, True)
+    )
+    norm = RMSNorm(256, 1e-6).to(torch.bfloat16)
+    qkv = layer_of({"q_proj": 256, "k_proj": 128, "v_proj": 128}, 256)
+    gate_up = layer_of({"gate_proj": 512, "up_proj": 512}, 256)
+    o_proj, down = layer_of({"": 256}, 256), layer_of({"": 256}, 512)
+    residual = torch.empty(1, 256, dtype=torch.bfloat16)
+    with compiled_launches(facts.device) as launches:
+        kernels.norm_linear(None, residual, norm, qkv)
+        assert kernels.linear_residual(residual.clone(), o_proj, residual) is None
+        inner, _ = kernels.norm_swiglu(None, residual, norm, gate_up, down)
+        assert inner.shape == (1, 512)
+        assert kernels.linear_residual(inner, down, residual) is None
+    assert [launch.name for launch in launches] == ["_gemv_kernel"] * 8
+    heights = [launch.arguments["num_rows"] for launch in launches]
+    assert heights == [48, 512, 16, 256, 32, 512, 16, 256]
 
 
 class _Variants:
