@@ -80,6 +80,8 @@ class Run(NamedTuple):
         num_steps: number of steps behind the last first token.
         num_drafts, num_accepted: numbers of drafts and of accepted drafts.
         num_chunks: number of verifications.
+        steps: number of sequences that got tokens, number of their tokens, and milliseconds since
+            the tokens before them, of each step behind the last first token.
     """
 
     answers: dict[int, list[int]]
@@ -89,6 +91,7 @@ class Run(NamedTuple):
     num_drafts: int
     num_accepted: int
     num_chunks: int
+    steps: list[tuple[int, int, float]]
 
 
 def run(
@@ -107,8 +110,15 @@ def run(
         engine.add(AddSequence(number, packed, b"", 0, [], sampling, prediction=predicted))
     began, before, first_steps, times = 0.0, 0, 0, list[float]()
     started, firsts = clock(), list[float]()
+    steps, last = list[tuple[int, int, float]](), started
     while engine.has_work:
         done = engine.step()
+        counts = [len(event.token_ids) for event in done.events] if done is not None else []
+        if sum(counts):
+            now = clock()
+            if began:
+                steps.append((len(counts), sum(counts), 1e3 * (now - last)))
+            last = now
         for event in done.events if done is not None else ():
             if not answers[event.sequence_id] and event.token_ids:
                 firsts.append(1e3 * (clock() - started))
@@ -125,7 +135,7 @@ def run(
     if found is not None:
         totals = found.num_drafts, found.num_accepted, found.num_chunks
     num_steps = engine.stats().num_steps - first_steps
-    return Run(answers, ms, statistics.mean(firsts), num_steps, *totals)
+    return Run(answers, ms, statistics.mean(firsts), num_steps, *totals, steps)
 
 
 def prompts_of(options: argparse.Namespace, vocab_size: int, count: int) -> list[list[int]]:
@@ -234,6 +244,23 @@ class Measurement:
             f"{equal}/{len(plain.answers)} equal",
             flush=True,
         )
+        if self._options.steps:
+            print(f"{self._name} {row:>16}: {histogram(found.steps)}", flush=True)
+
+
+def histogram(steps: Seq[tuple[int, int, float]]) -> str:
+    """Returns how many steps had each number of sequences and of tokens for each of them, with
+    their median times, and the first steps in their order: tokens over sequences.
+    """
+    groups: dict[tuple[int, int], list[float]] = {}
+    for count, num_tokens, ms in steps:
+        groups.setdefault((count, round(num_tokens / count)), []).append(ms)
+    found = [
+        f"{len(times)} steps of {count} x {tokens} in {statistics.median(times):.2f} ms"
+        for (count, tokens), times in sorted(groups.items())
+    ]
+    first = " ".join(f"{num_tokens}/{count}" for count, num_tokens, _ in steps[:12])
+    return f"{', '.join(found)}; first {first}"
 
 
 def start(options: argparse.Namespace, shape: str) -> Measurement:
@@ -297,6 +324,8 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, help="size of the KV pool, 2 for several shapes")
     help_text = "seconds for which models that are ready wait for others before they are measured"
     parser.add_argument("--patience", type=float, default=600, help=help_text)
+    help_text = "print how many steps yielded how many tokens, and their times"
+    parser.add_argument("--steps", action="store_true", help=help_text)
     help_text = "count CPU time of this process, on a machine that others use"
     parser.add_argument("--cpu-time", action="store_true", help=help_text)
     for name, kind, default in (("--rates", float, "0,0.7,1"), ("--batches", int, "1,16")):

@@ -154,6 +154,10 @@ class Decodes:
             sequence.num_computed_tokens = start + limit
             sequence.num_in_flight += 1
             chunks.append(Chunk(sequence, start, 1, True, True, limit))
+        # If drafts come for all sequences at once, those without drafts wait for those with drafts.
+        together = self.speculation.head_room > 0 and any(
+            [s.drafts is not None and s.drafts.chosen for s in ready]
+        )
         for sequence in ready:
             start, limit = sequence.num_computed_tokens, self._most_tokens(sequence)
             sequence.num_computed_tokens = start + limit
@@ -162,7 +166,7 @@ class Decodes:
             if sequence.drafts is not None:
                 drafts, num_folded = sequence.drafts.take(), sequence.drafts.num_unfolded
                 sequence.drafts.num_unfolded = 0
-            if sequence.plans_ahead and not drafts:
+            if sequence.plans_ahead and not (drafts or together):
                 number = sequence.sequence_id
                 self.decoding[number] = self.awaiting.pop(number)
             chunk = Chunk(sequence, start, 1, False, True, limit, drafts=drafts)

@@ -170,13 +170,14 @@ class Speculation:
         rates = [c.sequence.drafts.rate for c in chunks if c.samples and c.sequence.drafts]
         if not (self._num_head_drafts and is_open and rates):
             return 0
-        # A sequence whose chunk ends its prompt is not in `choose` yet.
-        share = (self._max_samples - len(chunks)) // len(chunks)
-        most = min(self._num_head_drafts, share)
-        if most <= 0:
+        # Drafts take rows that no sequence uses. Among few such rows, some sequences get one more.
+        share, rest = divmod(max(0, self._max_samples - len(chunks)), len(chunks))
+        if not share + rest:
             return 0
-        tokens = sum([self._expected_tokens(rate, most) for rate in rates])
-        tokens += len(chunks) - len(rates)
+        tokens = len(chunks) - len(rates)
+        for rate in rates:
+            less, more = (self._expected_tokens(rate, share + extra) for extra in (0, 1))
+            tokens += less + (more - less) * rest / len(chunks)
         if not self.pace.drafts(tokens / len(chunks)):
             return 0
         self._is_trial = self.pace.is_trial
@@ -299,6 +300,7 @@ class Speculation:
         """Returns the expected tokens of a step of one sequence with up to `most` drafts, of which
         it verifies as many as are worth their time.
         """
+        most = min(most, self._num_head_drafts)
         return sum([rate**count for count in range(1 + self._most_worthwhile(rate, most))])
 
     def _pays(self, drafts: Drafts, num_drafts: int, num_others: int) -> bool:
