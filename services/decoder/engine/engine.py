@@ -134,7 +134,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if `step` has something to do even if no further message arrives."""
-        return bool(self.pending or self._events or self._delayed) or self.scheduler.has_work
+        launches = self.pending or self.planned is not None
+        return bool(launches or self._events or self._delayed) or self.scheduler.has_work
 
     @property
     def waits(self) -> bool:

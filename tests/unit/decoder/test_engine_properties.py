@@ -42,11 +42,12 @@ class ErraticCost(StepCost):
     most=st.integers(1, 4),
     step_ms=st.none() | st.floats(1, 50),
     drafts=st.none() | st.tuples(st.integers(1, 6), st.sampled_from([0.0, 0.5, 0.9, 1.0])),
+    by_layer=st.booleans(),
     seed=st.integers(0, 2**16),
     host=st.sampled_from([0, 0, 3, 16, 64]),
 )
 def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
-    program, engine, failure, prefix_caching, plans, most, step_ms, drafts, seed, host
+    program, engine, failure, prefix_caching, plans, most, step_ms, drafts, by_layer, seed, host
 ):
     """No token lost or doubled, no block lost, whatever runs beside a sequence, and however many
     tokens a step yields or drafts it verifies and however long it takes, images and masks that
@@ -60,7 +61,7 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
     harness = Harness(
         prefix_caching=prefix_caching, plans=plans, max_tokens_per_step=most,
         step_ms=step_ms or math.inf, step_cost=None if step_ms is None else ErraticCost(seed),
-        max_drafts=max_drafts, right_drafts=share, num_host_blocks=host,
+        max_drafts=max_drafts, right_drafts=share, num_host_blocks=host, has_draft_head=by_layer,
         **engine,
     )  # fmt: skip
     harness.runner.random.seed(seed)
