@@ -170,6 +170,10 @@ class Speculation:
         rates = [c.sequence.drafts.rate for c in chunks if c.samples and c.sequence.drafts]
         if not (self._num_head_drafts and is_open and rates):
             return 0
+        # A sequence whose mask may be late stays ahead. Models with such a layer have none, because
+        # they have recurrent states.
+        if any([c.from_device and c.sequence.message.token_masks for c in chunks]):
+            return 0
         # Drafts take rows that no sequence uses. Among few such rows, some sequences get one more.
         share, rest = divmod(max(0, self._max_samples - len(chunks)), len(chunks))
         if not share + rest:
