@@ -10,6 +10,9 @@ from services.gateway.request.losses import RetryableFailure
 # InvalidRequest if the image is at fault. Overloaded: too much of the answer waits for the client.
 Message = TokenEvent | RetryableFailure | InvalidRequest | Overloaded
 
+# So many bytes are read at once, however few messages they are.
+_PORTION_BYTES = 1 << 16
+
 
 class Mailbox:
     """Queue of messages from several producers of one event loop for one consumer, which takes all
@@ -33,7 +36,8 @@ class Mailbox:
         self._messages.append(message)
         self.num_bytes += num_bytes
         has_news = not (isinstance(message, TokenEvent) and message.only_tokens)
-        if not has_news and len(self._messages) < self._portion:
+        few = len(self._messages) < self._portion and self.num_bytes < _PORTION_BYTES
+        if few and not has_news:
             return
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)

@@ -39,6 +39,15 @@ async def test_a_portion_of_tokens_is_taken_at_once() -> None:
     assert await taking == [TOKEN] * 3
 
 
+async def test_large_messages_are_not_collected() -> None:
+    """Their bytes are bounded, and a full mailbox would end the request."""
+    mailbox = Mailbox(portion=32)
+    taking = asyncio.create_task(mailbox.take())
+    await asyncio.sleep(0)
+    mailbox.put(TOKEN, num_bytes=100_000)
+    assert await asyncio.wait_for(taking, 60) == [TOKEN]
+
+
 @pytest.mark.parametrize(
     "news",
     [
