@@ -239,7 +239,7 @@ def _shrink_kernel(
 ):
     """Computes a tile of rows of a slot's `a`, `[height, num_columns]`, for a tile of tokens.
 
-    WIDTH is 0 if the input is normalized.
+    WIDTH is 0 if the kernel does not normalize its input.
     """
     tiles = (height + ROWS - 1) // ROWS
     slot = first_slot + tl.program_id(0) // tiles

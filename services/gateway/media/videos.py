@@ -310,7 +310,7 @@ class VideoReader:
             except Unavailable as none_left:
                 raise cause or none_left from None
             pod = for_file(pods, file.digest, len(file.data))
-            file.begin(pod, timeout_s)
+            file.begin(pod, timeout_s)  # the probing encoder gets the file first
             if not lost:
                 self._send_ahead(file, slot, [each for each in pods if each is not pod], timeout_s)
             try:

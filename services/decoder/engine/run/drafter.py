@@ -100,8 +100,8 @@ class Drafter:
 
     def begin(self, step: ComputeStep) -> None:
         """Notes the blocks that rows get, and gives rows the hidden states at their checkpoints."""
-        for row, start, count in step.block_updates.tolist():
-            self._capacities[row] = (start + count) * self._block_size
+        rows, starts, counts = step.block_updates.T
+        self._capacities[rows] = (starts + counts) * self._block_size
         for started in step.row_starts:
             first, checkpoint = started.row * (1 + self._max_drafts), started.checkpoint
             if checkpoint >= 0:

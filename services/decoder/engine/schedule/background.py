@@ -1,4 +1,4 @@
-"""What a step leaves out for the sake of requests that somebody waits for. Pure Python.
+"""Decides what a step leaves out for requests that somebody waits for. Pure Python.
 
 Sequences in the background (`AddSequence.background`) are the lines of batches. Two rules keep them
 from delaying the first tokens of other sequences. A step that computes the prompt of another
