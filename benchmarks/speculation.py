@@ -14,9 +14,12 @@ drafts says how many were right.
 drafts, so that its cost is paid. Random weights draft nothing that is right, so acceptance is
 imposed: the answers are random tokens that replace the sampled ones on their way to the engine, and
 the layer's drafts are replaced by tokens of these answers, each right with the stated probability.
-With three drafts, 0.866 is an accepted length of 3.2 tokens. The device goes by its own tokens, of
+With three drafts, 0.853 is an accepted length of 3.2 tokens. The device goes by its own tokens, of
 which no draft is right, and its work does not depend on that: states fold what the engine has
-accepted.
+accepted. `27b:1/64` measures one request and then 64 in place of `--batches`. Without
+`--max-num-seqs`, there are rows for all drafts of the largest batch.
+
+`--profile` adds the times of kernels in steps without drafts and with those of the first rate.
 
 The shapes `8b` and `tiny-8b` have no such layer. Their rows are answers of 400 tokens to one
 request each, which quote the prompt of 1,024 tokens, are JSON, or are predicted by the client, see
@@ -40,6 +43,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.adapters import write_model
+from benchmarks.kernel_times import KernelTimes
 from benchmarks.known_answers import (
     ImposedDrafts,
     ScriptedRunner,
@@ -59,6 +63,8 @@ from services.decoder.engine.run.runner_factory import RunnerOptions, create_run
 from services.decoder.engine.schedule.step_cost import StepCost
 
 _STEP_MS = 40.0
+_PROFILED_TOKENS = 48  # most tokens of an answer while kernels are timed
+_MOST_ROWS = 256
 _TEXTS = "quote", "json", "prediction"
 _TEXT_PROMPT, _TEXT_TOKENS = 1024, 400  # tokens of their prompts and answers
 _PLAIN_SHAPES = {
@@ -206,16 +212,27 @@ class Measurement:
         run(self._engine(driven, 0), prompts, 8, clock)
         plain = run(self._engine(driven, 0), prompts, options.tokens, clock)
         self._print(f"{count} without", plain, plain)
-        for rate in [None] if options.text is not None else options.rates:
-            drafting = self._engine(driven, options.drafts)
+        rates = [None] if options.text is not None else options.rates
+
+        def drafting(rate: float | None) -> Engine:
+            engine = self._engine(driven, options.drafts)
             if rate is not None:
                 known = {n: [*prompts[n], *answer] for n, answer in plain.answers.items()}
                 kind = ImposedDrafts if info.has_draft_head else StatedDrafts
-                drafting.speculation.sources = StatedSources(known, rate, kind)
-            found = run(drafting, prompts, options.tokens, clock)
-            self._print(
-                f"{count} lookup" if rate is None else f"{count} rate {rate:g}", found, plain
-            )
+                engine.speculation.sources = StatedSources(known, rate, kind)
+            return engine
+
+        for rate in rates:
+            found = run(drafting(rate), prompts, options.tokens, clock)
+            self._print(_row(count, rate), found, plain)
+        if options.profile and count == options.batches[0]:
+            for row, engine in (
+                (f"{count} without", self._engine(driven, 0)),
+                (_row(count, rates[0]), drafting(rates[0])),
+            ):
+                with KernelTimes() as times:
+                    found = run(engine, prompts, min(options.tokens, _PROFILED_TOKENS), clock)
+                times.print(f"{self._name} {row}:", engine.stats().num_steps)
 
     def _engine(self, runner: Any, max_drafts: int) -> Engine:  # noqa: ANN401 - a `Runner`
         """Returns a new engine, which knows what was measured of steps once."""
@@ -248,6 +265,10 @@ class Measurement:
             print(f"{self._name} {row:>16}: {histogram(found.steps)}", flush=True)
 
 
+def _row(count: int, rate: float | None) -> str:
+    return f"{count} lookup" if rate is None else f"{count} rate {rate:g}"
+
+
 def histogram(steps: Seq[tuple[int, int, float]]) -> str:
     """Returns how many steps had each number of sequences and of tokens for each of them, with
     their median times, and the first steps in their order: tokens over sequences.
@@ -264,7 +285,14 @@ def histogram(steps: Seq[tuple[int, int, float]]) -> str:
 
 
 def start(options: argparse.Namespace, shape: str) -> Measurement:
-    """Loads a model, and prints the stages of its start. An empty shape is `options.model`."""
+    """Loads a model, and prints the stages of its start.
+
+    Args:
+        options: the command line.
+        shape: name of the shape, with batches behind a colon if they are not `options.batches`.
+            Empty for `options.model`.
+    """
+    shape, _, batches = shape.partition(":")
     name = shape or options.model.name
     lines = StageLines(name)
     lines.install()
@@ -277,6 +305,11 @@ def start(options: argparse.Namespace, shape: str) -> Measurement:
         else:
             write_model(directory, _PLAIN_SHAPES[shape])
     options.drafts = options.drafts or (3 if with_head else 8)
+    if batches:
+        options.batches = [int(count) for count in batches.split("/")]
+    if options.max_num_seqs is None:
+        most = 1 if shape in _PLAIN_SHAPES else max(options.batches)
+        options.max_num_seqs = min(_MOST_ROWS, most * (1 + options.drafts))
     runner = create_runner(
         RunnerOptions(
             model_directory=directory,
@@ -319,13 +352,16 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a random prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--drafts", type=int, help="most drafts of a step: 8, or 3 of a layer")
-    parser.add_argument("--max-num-seqs", type=int, default=64)
+    help_text = "number of rows; else as many as the largest batch has tokens and drafts"
+    parser.add_argument("--max-num-seqs", type=int, help=help_text)
     parser.add_argument("--step-tokens", type=int, default=1024, help="most tokens of a step")
     parser.add_argument("--kv-gib", type=float, help="size of the KV pool, 2 for several shapes")
     help_text = "seconds for which models that are ready wait for others before they are measured"
     parser.add_argument("--patience", type=float, default=600, help=help_text)
     help_text = "print how many steps yielded how many tokens, and their times"
     parser.add_argument("--steps", action="store_true", help=help_text)
+    help_text = "print the times of kernels in steps of the first batch"
+    parser.add_argument("--profile", action="store_true", help=help_text)
     help_text = "count CPU time of this process, on a machine that others use"
     parser.add_argument("--cpu-time", action="store_true", help=help_text)
     for name, kind, default in (("--rates", float, "0,0.7,1"), ("--batches", int, "1,16")):
