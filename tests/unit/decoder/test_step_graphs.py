@@ -273,10 +273,10 @@ def test_sizes_for_adapters_are_fewer_and_pad_little() -> None:
         found = adapted_sizes(sizes, 535, decodes=decodes)
         most = sizes[-1] if decodes else 1536
         assert set(found) <= set(sizes) and found[0] == sizes[0] and found[-1] == most
-        assert len(found) < len(sizes) * (2 / 3 if decodes else 0.8)
+        assert not decodes or len(found) < len(sizes) * 2 / 3
         for count in range(1, most + 1):
             first, size = (next(each for each in of if each >= count) for of in (sizes, found))
-            assert size == first or size <= (1.25 if decodes else 1.125) * count
+            assert size == first or (decodes and size <= 1.25 * count)
     assert adapted_sizes([], 535, decodes=False) == []
 
 

@@ -58,10 +58,11 @@ def crowded_buckets(
 def adapted_sizes(sizes: Sequence[int], launch_hiding_tokens: int, *, decodes: bool) -> list[int]:
     """Returns the sizes to capture for steps with adapters, out of those to capture for others.
 
-    Each size has a graph more, so these sizes are fewer, to keep the start short. Where the other
-    sizes allow it, decodes are padded by at most a quarter, and steps with prompts, whose time
-    grows with their tokens, by at most an eighth. Such a step has up to twice as many launches,
-    which eager steps of more than `3 * launch_hiding_tokens` tokens hide.
+    A step with prompts is padded no more than one without adapters, because its time grows with its
+    tokens. It has up to twice as many launches, which eager steps of more than
+    `3 * launch_hiding_tokens` tokens hide. The time of decodes hardly grows with their number, so
+    there are fewer sizes for them, which keeps the start short. They are padded by at most a
+    quarter where the other sizes allow it.
 
     Args:
         sizes: sizes to capture, ascending.
@@ -69,11 +70,11 @@ def adapted_sizes(sizes: Sequence[int], launch_hiding_tokens: int, *, decodes: b
             nearly as fast as a graph.
         decodes: True if the steps have decodes alone, of which any number is captured.
     """
-    fitting = [size for size in sizes if decodes or size <= 3 * launch_hiding_tokens]
-    most = 1.25 if decodes else 1.125
+    if not decodes:
+        return [size for size in sizes if size <= 3 * launch_hiding_tokens]
     found: list[int] = []
-    for index, size in enumerate(fitting):
-        following = fitting[index + 1 : index + 2]
-        if not found or not following or following[0] > found[-1] * most:
+    for index, size in enumerate(sizes):
+        following = sizes[index + 1 : index + 2]
+        if not found or not following or following[0] > found[-1] * 1.25:
             found.append(size)
     return found
