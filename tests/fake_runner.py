@@ -40,7 +40,7 @@ VOCAB_SIZE = 1000
 _GARBAGE = -7  # the entry of a token that was not accepted
 
 
-def runner_info(**overrides: int) -> EngineInfo:
+def runner_info(**overrides: int | str) -> EngineInfo:
     values: dict[str, Any] = {
         "num_features": 2, "hidden": 8, "vocab_size": VOCAB_SIZE, "max_model_len": 256,
         "block_size": 4, "num_blocks": 64, "max_num_sequences": 8, "max_batched_tokens": 64,
@@ -102,6 +102,7 @@ def add_message(
     tenant_weight: float = 1.0,
     priority: int = 0,
     background: bool = False,
+    request: str = "",
     **sampling: object,
 ) -> AddSequence:
     return AddSequence(
@@ -117,6 +118,7 @@ def add_message(
         tenant_weight=tenant_weight,
         priority=priority,
         background=background,
+        request=request,
     )
 
 

@@ -13,6 +13,7 @@ from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES
 from services.common.pb import decoder_pb2 as pb
+from services.common.transport.rpc import MAX_REQUEST_ID_CHARS
 from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan, SamplingParams
 from services.decoder.front.adapter_table import LoadedAdapter, salted
 from services.decoder.front.token_constraints import read_constraints
@@ -96,6 +97,7 @@ def read_submit(
         tenant=submit.tenant,
         tenant_weight=_tenant_weight(submit.tenant_weight),
         background=submit.background,
+        request="" if engine.task == "generate" else submit.request_id[:MAX_REQUEST_ID_CHARS],
         token_masks=constraints is not None,
     )
     return message, images, constraints

@@ -28,10 +28,12 @@ def scheduler_of(
     partial: int = 1,
     step_ms: float = math.inf,
     cost: StepCost | None = None,
+    task: str = "generate",
 ):
     info = runner_info(
-        num_blocks=blocks, max_num_sequences=rows, max_batched_tokens=budget, max_model_len=length
-    )
+        num_blocks=blocks, max_num_sequences=rows, max_batched_tokens=budget, max_model_len=length,
+        task=task,
+    )  # fmt: skip
     cost = cost or StepCost()
     scheduler = Scheduler(
         info, BlockManager(blocks, 4), late_masks=False, step_ms=step_ms, step_cost=cost,

@@ -3,9 +3,9 @@
 A row is a running sequence's place in the runner's tables. The tenant with the fewest rows for its
 weight is next. So tenants that compete run as many sequences as their weights say, and the prompt
 of a quiet tenant is the first of the next step, however many prompts another tenant has waiting.
-Within a tenant, sequences are ordered by priority, then by arrival. With one tenant, all of this is
-a plain queue. Sequences in the background come behind all others, whosever they are, and are the
-first to be preempted. Quotas are the gateway's.
+Within a tenant, sequences are ordered by priority, then by arrival, or by `fair_queue` if the model
+is one for search. With one tenant, all of this is a plain queue. Sequences in the background come
+behind all others, whosever they are, and are the first to be preempted. Quotas are the gateway's.
 """
 
 from bisect import insort
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
 
+from services.decoder.engine.schedule.fair_queue import FairQueue
 from services.decoder.engine.schedule.sequence import Sequence
 
 # The greatest is preempted first.
@@ -29,12 +30,14 @@ class Admission:
 
     Args:
         num_rows: number of sequences that may run at once.
+        fair: True if the requests of a tenant share the engine fairly, see `fair_queue`.
 
     Attributes:
         free_rows: rows that no sequence holds.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, *, fair: bool = False) -> None:
+        self._fair_queue = FairQueue() if fair else None
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self._queues: dict[str, list[Sequence]] = {}  # by tenant, not empty
         self._num_rows = Counter[str]()  # by tenant
@@ -62,10 +65,25 @@ class Admission:
         """True if sequences of several tenants run or wait, so that one may have to yield."""
         return len(self._num_rows.keys() | self._queues.keys()) > 1
 
+    def arrived(self, sequence: Sequence) -> None:
+        """Notes a new sequence, before it waits."""
+        if self._fair_queue is not None:
+            self._fair_queue.add(sequence)
+
+    def planned(self, num_tokens: int) -> None:
+        """Notes that a step computes so many tokens of prompts."""
+        if self._fair_queue is not None:
+            self._fair_queue.advance(num_tokens)
+
+    def finished(self, sequence: Sequence) -> None:
+        """Notes that a sequence has finished."""
+        if self._fair_queue is not None:
+            self._fair_queue.remove(sequence)
+
     def wait(self, sequence: Sequence) -> None:
         """Queues a new or a preempted sequence."""
         queue = self._queues.setdefault(sequence.tenant, [])
-        insort(queue, sequence, key=lambda s: (s.message.priority, s.arrival))
+        insort(queue, sequence, key=_turn)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out of the queue."""
@@ -83,6 +101,8 @@ class Admission:
         """Takes the head out of the queue and gives it a row."""
         self.remove(sequence)
         self._num_rows[sequence.tenant] += 1
+        if not sequence.num_preemptions:
+            self.planned(sequence.num_cached_tokens)
         sequence.row = self.free_rows.pop()
 
     def release_row(self, sequence: Sequence) -> None:
@@ -95,11 +115,16 @@ class Admission:
 
     def precedes(self, head: Sequence, prefilling: Sequence) -> bool:
         """Returns whether the head's first chunk comes before another prompt's next chunk."""
-        return head.tenant != prefilling.tenant and self._use(head) <= self._use(prefilling)
+        if head.tenant == prefilling.tenant:
+            return self._fair_queue is not None and _turn(head) < _turn(prefilling)
+        return self._use(head) <= self._use(prefilling)
 
     def ordered(self, prefilling: Iterable[Sequence]) -> list[Sequence]:
         """Returns prompts under way in the order in which a step computes them."""
-        return sorted(prefilling, key=self._use) if len(self._num_rows) > 1 else list(prefilling)
+        found = list(prefilling)
+        if self._fair_queue is not None:
+            found.sort(key=_turn)
+        return sorted(found, key=self._use) if len(self._num_rows) > 1 else found
 
     def victim(self, running: list[Sequence]) -> Sequence:
         """Returns the running sequence to preempt next.
@@ -136,3 +161,8 @@ class Admission:
         """
         use = self._num_rows[sequence.tenant] / sequence.message.tenant_weight
         return use + _BACKGROUND_USE * sequence.message.background
+
+
+def _turn(sequence: Sequence) -> tuple[int, float, int]:
+    """Returns the key that orders the sequences of a tenant."""
+    return sequence.message.priority, sequence.finish_tag, sequence.arrival

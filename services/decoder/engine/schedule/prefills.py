@@ -49,7 +49,7 @@ class Prefills:
         # will soon need further blocks and would otherwise be preempted at once.
         self.watermark = blocks.num_blocks // 100
         self.min_partial_tokens = 512
-        self.waiting = Admission(info.max_num_sequences)
+        self.waiting = Admission(info.max_num_sequences, fair=info.task != "generate")
         self.parked_for_images: dict[int, Sequence] = {}
         self.parked_for_masks: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
@@ -211,6 +211,7 @@ class Prefills:
         if not length:
             return []
         budget.spend(start, length)
+        self.waiting.planned(length)
         return [Chunk(sequence, start, length, False, samples, checkpoints=checkpoints)]
 
     def _try_admit(self) -> Sequence | None:

@@ -149,6 +149,7 @@ class Scheduler:
         self.num_masked += message.token_masks
         self.num_adapted += message.adapter >= 0
         self.background.add(sequence)
+        self.prefills.waiting.arrived(sequence)
         self.prefills.add(sequence)
 
     def image_ready(self, sequence: Sequence, key: bytes, arena_offset: int) -> None:
@@ -190,6 +191,7 @@ class Scheduler:
         self.num_masked -= sequence.message.token_masks
         self.num_adapted -= sequence.message.adapter >= 0
         self.background.remove(sequence)
+        self.prefills.waiting.finished(sequence)
         sequence.state = SequenceState.FINISHED
 
     def schedule(self) -> Batch:

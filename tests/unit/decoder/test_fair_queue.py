@@ -1,0 +1,191 @@
+"""The order of prompts of a model for search: requests share the device, and none waits forever."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from services.decoder.engine.schedule.scheduler import Scheduler
+from services.decoder.engine.schedule.sequence import Sequence
+from tests.fake_runner import add_message
+from tests.integrity import check_scheduler
+from tests.unit.decoder.test_scheduler import scheduler_of
+
+BUDGET = 960  # tokens of a step
+
+
+class Search:
+    """A scheduler of a model for search, whose prompts have random tokens."""
+
+    def __init__(self, task: str = "embed", rows: int = 256) -> None:
+        self.scheduler: Scheduler = scheduler_of(
+            blocks=8000, rows=rows, budget=BUDGET, length=8192, task=task
+        )
+        self.rng = np.random.default_rng(0)
+        self.steps = 0
+        self.done: dict[int, int] = {}  # step of the end of each sequence, by its number
+        self.tokens = Counter[str]()  # computed tokens by request
+        self.number = 0
+
+    def ask(self, request: str, *lengths: int, priority: int = 0, tenant: str = "") -> list[int]:
+        """Adds the prompts of a request, and returns their numbers."""
+        numbers: list[int] = []
+        for length in lengths:
+            self.number += 1
+            ids = self.rng.integers(0, 97, length).tolist()
+            message = add_message(
+                self.number, ids, max_tokens=1, priority=priority, tenant=tenant, request=request
+            )
+            self.scheduler.add(Sequence(message))
+            numbers.append(self.number)
+        return numbers
+
+    def step(self) -> int:
+        """Runs a step whose results come back at once, and returns its number of tokens."""
+        batch = self.scheduler.schedule()
+        self.steps += 1
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            self.tokens[sequence.message.request] += chunk.length
+            self.scheduler.blocks.register(sequence)
+            if chunk.samples:
+                sequence.num_in_flight -= 1
+                self.done[sequence.sequence_id] = self.steps
+                self.scheduler.finish(sequence)
+        if self.steps % 10 == 0:
+            check_scheduler(self.scheduler)
+        return batch.num_tokens
+
+    def wait(self, number: int, at_most: int = 10_000) -> int:
+        """Runs steps until a sequence is done, and returns how many it took."""
+        began = self.steps
+        while number not in self.done:
+            assert self.steps < began + at_most
+            self.step()
+        return self.done[number] - began
+
+
+def test_a_single_query_does_not_wait_for_the_inputs_of_long_requests() -> None:
+    search = Search()
+    for request in range(8):
+        search.ask(f"batch {request}", *[500] * 16)
+    for _ in range(20):
+        assert search.step() == BUDGET  # other requests use the whole step
+        (query,) = search.ask("query", 30)
+        assert search.wait(query) == 1
+    assert len([number for number in search.done if number <= 128]) > 30
+
+
+def test_with_a_chat_model_prompts_are_computed_in_the_order_of_arrival() -> None:
+    search = Search("generate")
+    for request in range(8):
+        search.ask(f"batch {request}", *[500] * 16)
+    search.step()
+    (query,) = search.ask("query", 30)
+    assert search.wait(query) > 60
+
+
+def test_requests_advance_evenly() -> None:
+    search = Search()
+    for request in range(4):
+        search.ask(f"{request}", *[200 + 100 * request] * 32)
+    for _ in range(16):
+        search.step()
+    shares = [search.tokens[f"{request}"] for request in range(4)]
+    assert max(shares) - min(shares) <= 2 * 500
+
+
+def test_a_request_that_comes_later_shares_from_its_arrival_on() -> None:
+    search = Search()
+    search.ask("early", *[400] * 64)
+    for _ in range(10):
+        search.step()
+    before = search.tokens["early"]
+    search.ask("late", *[400] * 64)
+    for _ in range(10):
+        search.step()
+    assert abs(search.tokens["late"] - (search.tokens["early"] - before)) <= 2 * 400
+
+
+def test_no_prompt_waits_forever_for_short_ones() -> None:
+    """Short requests alone fill every step, and a long one still gets its share."""
+    search = Search()
+    (long,) = search.ask("long", 4000)
+    for index in range(200):
+        for part in range(32):
+            search.ask(f"short {index} {part}", 30)
+        search.step()
+        if long in search.done:
+            break
+    # First the others compute as much as if each of 33 requests had 4,000 tokens, then it gets half
+    # of each step.
+    assert 100 < search.done[long] <= 33 * 4000 / BUDGET + 2 * 4000 / BUDGET
+
+
+def test_a_query_passes_long_documents_that_were_begun() -> None:
+    search = Search()
+    search.ask("documents", *[6000] * 4)
+    search.step()
+    search.step()
+    (query,) = search.ask("query", 30)
+    assert search.wait(query) == 1
+
+
+def test_priority_comes_first() -> None:
+    search = Search()
+    search.ask("batch", *[500] * 64)
+    search.step()
+    lengths = [900] * 4
+    numbers = search.ask("urgent", *lengths, priority=-1)
+    assert search.wait(numbers[-1]) <= -(-sum(lengths) // BUDGET) + 1
+
+
+@pytest.mark.parametrize("rows", [4, 256])
+def test_tenants_still_share_by_rows(rows: int) -> None:
+    search = Search(rows=rows)
+    search.ask("flood", *[300] * 200, tenant="flood")
+    for _ in range(5):
+        search.step()
+    (query,) = search.ask("query", 300, tenant="quiet")
+    assert search.wait(query) <= 2
+
+
+def test_cached_tokens_count_as_computed() -> None:
+    """Documents with a long query in common are cheap, which must not let new requests starve
+    them.
+    """
+    search = Search()
+    shared = search.rng.integers(0, 97, 400).tolist()
+
+    def pairs(request: str, count: int) -> list[int]:
+        numbers: list[int] = []
+        for _ in range(count):
+            search.number += 1
+            ids = shared + search.rng.integers(0, 97, 40).tolist()
+            message = add_message(search.number, ids, max_tokens=1, request=request)
+            search.scheduler.add(Sequence(message))
+            numbers.append(search.number)
+        return numbers
+
+    early = pairs("early", 200)
+    for _ in range(3):
+        search.step()
+    late = pairs("late", 200)
+    search.wait(early[-1])
+    assert sum(number in search.done for number in late) < 180
+
+
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    search = Search(rows=4)
+    search.ask("done", *[50] * 8)
+    numbers = search.ask("aborted", *[50] * 8)
+    search.step()
+    fair_queue = search.scheduler.prefills.waiting._fair_queue
+    assert fair_queue is not None and len(fair_queue._flows) == 2
+    prefills = search.scheduler.prefills
+    for sequence in [*search.scheduler.running(), *prefills.waiting]:
+        if sequence.sequence_id in numbers:
+            search.scheduler.finish(sequence)
+    while search.scheduler.has_work:
+        search.step()
+    assert not fair_queue._flows
