@@ -117,6 +117,9 @@ class Scripted:
 class ScriptedRunner:
     """A `Runner` whose sequences get known answers, whatever the model samples.
 
+    If the model's own layer drafts, the device reads drafts where the layer has left them, as it
+    does without this runner, which costs time, and the ids of known drafts are not used.
+
     Args:
         runner: the model's runner.
         known: prompt and answer of each sequence. Other sequences keep their tokens.
@@ -132,6 +135,9 @@ class ScriptedRunner:
     def execute(self, step: Step) -> Scripted:
         """Launches a step; see `Runner`."""
         compute = step.compute
+        if compute.has_drafts and self._runner.info.has_draft_head:
+            drafts = np.flatnonzero(compute.rows[1:] == compute.rows[:-1]) + 1
+            compute.draft_sources = np.stack((drafts, 0 * drafts, 0 * drafts), axis=1)
         self._sequences.update({start.row: start.sequence_id for start in compute.row_starts})
         ends = (compute.starts + compute.lengths)[compute.samples].tolist()
         rows = compute.rows[compute.samples].tolist()

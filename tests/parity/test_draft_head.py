@@ -2,17 +2,20 @@
 drafts change no answer: the real engine over the real runner, float32 on the CPU.
 """
 
+import random
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from msgspec import structs
 
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.messages import AddSequence
+from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.run.drafting_runner import DraftingRunner
 from services.decoder.engine.schedule.head_drafts import HeadDrafts, HeadSources
 from tests.cases import THOROUGH
@@ -130,3 +133,92 @@ def test_the_head_drafts_what_the_reference_drafts(
         assert num_drafts > 3 * len(SHAPES)
         sources.drafts.clear()
     assert engine.stats().num_prefix_hit_tokens > 0
+
+
+class OnDevice:
+    """Replaces the layer's drafts on the device by tokens of known answers, of which a share is
+    right, so that drafts are accepted whose ids the host does not know when it launches their step.
+
+    Args:
+        engine: the engine, whose runner drafts.
+        answers: the known answers.
+    """
+
+    def __init__(self, engine: Engine, answers: dict[int, list[int]]) -> None:
+        assert isinstance(engine.runner, DraftingRunner)
+        self._engine, self._answers, self._drafter = engine, answers, engine.runner.drafter
+        self._draft = self._drafter.draft
+        self._draw = random.Random(0)
+
+    def draft(self, token_ids: torch.Tensor | None) -> torch.Tensor:
+        """Drafts like `Drafter.draft`."""
+        found, entered = self._draft(token_ids), self._drafter._entered
+        assert entered is not None and token_ids is not None
+        sequences = {s.row: s for s in self._engine.scheduler.running()}
+        for group, (row, sample, index, _, *given) in enumerate(entered.T.tolist()):
+            if row not in sequences:
+                continue
+            accepted = 0
+            while given[accepted : accepted + 1] == [int(token_ids[sample + accepted])]:
+                accepted += 1
+            for place in range(found.shape[1]):
+                if found[group, place] >= 0 and self._draw.random() < 0.8:
+                    right = index + accepted + 2 + place
+                    answer = self._answers[sequences[row].sequence_id]
+                    found[group, place] = from_answer(sequences[row].message, answer, right)
+        return found
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(8192, []), (19, [2, 16])])
+def test_steps_are_launched_before_the_host_knows_their_drafts(
+    bench: Heads, tokens: int, sizes: list[int]
+) -> None:
+    engine = bench.engine(
+        max_drafts=4, draft_head=True, max_num_sequences=16, overlap=True, max_batched_tokens=tokens
+    )
+    assert isinstance(engine.runner, DraftingRunner)
+    drafter = engine.runner.drafter
+    drafter.sizes = sizes
+    with (
+        mock.patch.object(drafter, "draft", OnDevice(engine, bench.answers).draft),
+        mock.patch.object(drafter, "amend", side_effect=drafter.amend) as amend,
+    ):
+        for _ in range(2):  # the second round begins at checkpoints of the first
+            assert bench.ask(engine, range(len(SHAPES))) == bench.answers
+        found = engine.stats().drafts
+        assert found is not None
+        assert amend.call_count >= 6 and found.num_accepted >= 20, (amend.call_count, found)
+    # A control: without the copy, the device computes other tokens than the host has accepted.
+    with (
+        mock.patch.object(drafter, "draft", OnDevice(engine, bench.answers).draft),
+        mock.patch.object(drafter, "amend"),
+    ):
+        assert bench.ask(engine, range(len(SHAPES))) != bench.answers
+
+
+@pytest.mark.parametrize("parameter", ["presence_penalty", "top_logprobs"])
+def test_penalties_count_drafts_that_the_host_knows(bench: Heads, parameter: str) -> None:
+    """Their counts contain the ids of drafts, and log-probabilities do not depend on them."""
+    has_penalty = parameter == "presence_penalty"
+    params = SamplingParams(
+        max_tokens=NUM_TOKENS,
+        presence_penalty=0.5 if has_penalty else 0.0,
+        top_logprobs=None if has_penalty else 2,
+    )
+    questions = [
+        replace(question, message=structs.replace(question.message, sampling=params))
+        for question in bench.questions
+    ]
+    with mock.patch.object(bench, "questions", questions):
+        answers = bench.ask(bench.engine(), range(len(SHAPES)))
+        engine = bench.engine(max_drafts=4, draft_head=True, max_num_sequences=16, overlap=True)
+        assert isinstance(engine.runner, DraftingRunner)
+        drafter = engine.runner.drafter
+        with (
+            mock.patch.object(drafter, "draft", OnDevice(engine, answers).draft),
+            mock.patch.object(drafter, "amend", side_effect=drafter.amend) as amend,
+        ):
+            assert bench.ask(engine, range(len(SHAPES))) == answers
+        found = engine.stats().drafts
+        assert found is not None and found.num_accepted >= 10
+        assert bool(amend.call_count) is not has_penalty

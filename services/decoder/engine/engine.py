@@ -22,6 +22,7 @@ import numpy as np
 from kernels.sampling import ALL_MASKED, NOT_FINITE
 from services.common.clock import Clock
 from services.common.errors import InternalError, InvalidRequest, NoTokenAllowed, TriptychError
+from services.decoder.engine.draft_reader import DraftReader
 from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import (
     AbortSequence,
@@ -118,6 +119,7 @@ class Engine:
             step_cost=self._times.cost,
             speculation=self.speculation,
         )
+        self._drafts = DraftReader(self.scheduler, self._times, clock, self._launch, ahead=overlap)
         self.sequences: dict[int, Sequence] = {}
         self.pending: deque[tuple[int, Batch, PendingStep]] = deque()
         self.planned: tuple[Batch, Step] | None = None
@@ -246,13 +248,9 @@ class Engine:
             now = self._clock()
             # The gate learns which step the device computes now: the next one in flight, if any.
             self.gate.read(self.pending[0][1] if self.pending else None, now)
+            self._drafts.read_ids(oldest)
             self._postprocess(oldest, output)
-            # The device makes drafts while the host postprocesses the tokens before them.
-            if (drafts := pending.drafts()) is not None:
-                self._times.drafted(self._clock() - now, in_flight=bool(self.pending))
-            ms = self._times.read(oldest, now, in_flight=bool(self.pending))
-            self.speculation.timed(oldest.chunks, ms)
-            self.scheduler.decodes.look_for_drafts(oldest.chunks, drafts)
+            self._drafts.look(oldest, pending, now, in_flight=bool(self.pending))
         if self._delayed:
             first = self._first_in_flight()
             self._events += [event for step, event in self._delayed if step < first]

@@ -134,6 +134,8 @@ class ComputeStep(msgspec.Struct, array_like=True):
         folds: `[F, 2]`, accepted drafts by which the rows' recurrent states are advanced in this
             step: index of the row's first chunk, number of drafts. None if there are none.
         num_head_drafts: number of tokens that the model's draft head proposes after each sample.
+        draft_sources: `[D, 3]`, drafts that the device still makes behind the step before: index of
+            the chunk, row and column of its id among them. None if there are none.
     """
 
     rows: Int64Array
@@ -159,6 +161,7 @@ class ComputeStep(msgspec.Struct, array_like=True):
     has_drafts: bool = False
     folds: Int64Array | None = None
     num_head_drafts: int = 0
+    draft_sources: Int64Array | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -3,7 +3,7 @@
 import pytest
 
 from services.decoder.engine.schedule.draft_pace import DraftPace
-from tests.timed_device import NUM_DRAFTS, simulate
+from tests.timed_device import HEAD_MS, LAUNCH_MS, NUM_DRAFTS, simulate, step_ms
 
 # With three drafts, an accepted length of 3.2 tokens.
 RIGHT = 0.866
@@ -43,8 +43,17 @@ def test_wrong_drafts_cost_at_most_a_fiftieth(count: int) -> None:
 def test_a_pace_that_never_changes_loses() -> None:
     """A control of both tests above."""
     plain = simulate(16).ms
-    assert plain / simulate(16, (0.0,), pace=Constant(True)).ms < 0.9
+    assert plain / simulate(16, (0.0,), pace=Constant(True)).ms < 0.92
     assert plain / simulate(16, (RIGHT,), pace=Constant(False)).ms < 1.01
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_the_device_does_not_wait_for_the_host_between_steps_with_drafts(count: int) -> None:
+    found = simulate(count, (RIGHT,))
+    full = [drafts for drafts in found.drafted if drafts == NUM_DRAFTS * count]
+    assert len(full) > 0.6 * len(found.drafted)
+    device_ms = step_ms(count, NUM_DRAFTS * count) + HEAD_MS
+    assert found.ms / len(found.drafted) < device_ms + 0.5 * LAUNCH_MS
 
 
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.4, 0.5])

@@ -187,6 +187,19 @@ def _groups(
     return groups
 
 
+def places_of_drafts(groups: Int32Array, chunks: IntArray, size: int) -> IntArray:
+    """Returns the flat indices of drafts in groups that are padded to `size`.
+
+    Args:
+        groups: the groups without padding.
+        chunks: indices of the drafts' chunks in the step, each of which samples.
+        size: number of groups with padding.
+    """
+    firsts = groups[OfDraftGroup.SAMPLE]
+    group = np.searchsorted(firsts, chunks, side="right") - 1
+    return (OfDraftGroup.DRAFT - 1 + chunks - firsts[group]) * size + group
+
+
 def padded(groups: Int32Array, size: int, scratch_row: int) -> Int32Array:
     """Returns groups padded to `size` with groups of the scratch row, which store nothing."""
     count = groups.shape[1]

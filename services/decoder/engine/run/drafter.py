@@ -31,6 +31,7 @@ from services.decoder.engine.run.draft_inputs import (
     OfDraftToken,
     lay_out,
     padded,
+    places_of_drafts,
 )
 from services.decoder.engine.run.step_inputs import DraftArrays, StepInputs
 from services.decoder.engine.step import ComputeStep, Int32Array
@@ -59,6 +60,8 @@ class Drafter:
         num_drafts: number of drafts behind each sampled token.
         sizes: numbers of rows for which graphs draft, ascending. Empty if there are no graphs.
         graphs: the graphs, by number G of rows.
+        drafts: `[G, num_drafts]` int32 on the device, the drafts behind the last step that had any.
+            None before the first.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Drafter:
         self.num_drafts = info.num_head_drafts
         self.sizes: list[int] = []
         self.graphs: dict[int, CapturedDrafts] = {}
+        self.drafts: Tensor | None = None
         device, num_rows = blocks.device, info.max_num_sequences
         kind = model.embed_tokens.weight.dtype  # norms may be in float32
 
@@ -113,7 +117,11 @@ class Drafter:
         num_rows, max_blocks = self._blocks.shape
         found = lay_out(step, self._capacities, self._max_drafts, max_blocks, self._block_size)
         size = self._size(found.groups.shape[1])
-        return DraftArrays(found.tokens, found.chunks, padded(found.groups, size, num_rows - 1))
+        groups, amends = padded(found.groups, size, num_rows - 1), None
+        if (sources := step.draft_sources) is not None:
+            places = places_of_drafts(found.groups, sources[:, 0], size)
+            amends = np.stack((places, sources[:, 1] * self.num_drafts + sources[:, 2]))
+        return DraftArrays(found.tokens, found.chunks, groups, amends)
 
     def _size(self, num_groups: int) -> int:
         """Returns the number of rows to which so many groups are padded."""
@@ -182,11 +190,23 @@ class Drafter:
         self._model.ranks.broadcast(self._sampled)
         self.groups(size).copy_(groups)
         if (captured := self.graphs.get(size)) is None:
-            return self.draft_groups(size)
-        graph, calls, drafts = captured
+            self.drafts = self.draft_groups(size)
+            return self.drafts
+        graph, calls, self.drafts = captured
         graph.replay()
         calls.num_replays += 1
-        return drafts
+        return self.drafts
+
+    def amend(self, buffer: Tensor, amends: Tensor) -> None:
+        """Copies drafts of the step before to an uploaded step that verifies them.
+
+        Args:
+            buffer: int32 elements of the step's arrays.
+            amends: `[2, n]` int64, elements that take ids, and indices of the ids in `drafts`.
+        """
+        assert self.drafts is not None
+        targets, sources = amends.clone()  # they are part of the buffer
+        buffer.index_copy_(0, targets, self.drafts.view(-1)[sources].clamp(min=0))
 
     def groups(self, size: int) -> Tensor:
         """Returns the memory of the groups `[4 + max_drafts, size]` that `draft_groups` reads."""

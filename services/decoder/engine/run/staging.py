@@ -36,6 +36,11 @@ class Staged(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
+    @property
+    def element(self) -> int:
+        """Index of the first element, if the buffer had elements of this size alone."""
+        return self.offset // self.dtype.itemsize
+
 
 class Staging:
     """Packs arrays, uploads them, and gives views of them on the device.
@@ -112,6 +117,11 @@ class Staging:
             source = self._hosts[self._turn][: self._used]
             self._device_side[: self._used].copy_(source, non_blocking=True)
             self._copied[self._turn].record()
+
+    def device_buffer(self, dtype: torch.dtype) -> Tensor:
+        """Returns the whole buffer on the device as elements of a type, valid like `device`."""
+        side = self._device_side if self._cuda else self._hosts[self._turn]
+        return side[: len(side) // _ALIGNMENT * _ALIGNMENT].view(dtype)
 
     def device(self, staged: Staged) -> Tensor:
         """Returns the array on the device, valid until the next step's `upload`."""

@@ -137,6 +137,9 @@ class StepComputer:
         if self.parts.drafter is not None:
             self.parts.drafter.begin(step)
         self.upload(step, inputs)
+        if (amends := inputs.places.amends) is not None and self.parts.drafter is not None:
+            device = self.staging.device
+            self.parts.drafter.amend(self.staging.device_buffer(torch.int32), device(amends))
         if step.num_from_device:
             self._ranks.broadcast(self.state.rows.last_tokens)  # rank 0 has sampled them
         run = self._run_eagerly if inputs.graphs is None else self._replay
@@ -314,7 +317,7 @@ def _staging_bytes(info: EngineInfo, max_blocks: int) -> int:
     """Returns the most bytes that a step's arrays take: per token, and per chunk."""
     per_token, per_row = 64, 336 + 1024 + 4 * -(-info.vocab_size // 32)
     if info.has_draft_head:
-        per_token, per_row = per_token + 24, per_row + 32 + 4 * info.max_drafts
+        per_token, per_row = per_token + 24, per_row + 64 + 4 * info.max_drafts
     rows = _max_chunks(info)
     tokens = max(info.max_batched_tokens, rows)
     return tokens * per_token + rows * (per_row + 12 * max_blocks) + _CONSTANT_BYTES

@@ -54,6 +54,9 @@ class Places:
         draft_tokens, draft_chunks, draft_groups, draft_saves: arrays for the layer for multi-token
             prediction, see `DraftArrays`, and places and slots `[2, C]` int64 of the
             saved states. None if there is no such layer, or if no state is saved.
+        amends: `[2, 2 * D]` int64, elements of the buffer that take the ids of D drafts, and
+            indices of these ids among the drafts of the step before. None if the host knows all
+            drafts.
         updates: places of indices and values of the changes of block tables, and of position
             deltas. None for a kind without changes.
     """
@@ -73,6 +76,7 @@ class Places:
     draft_chunks: Staged | None = None
     draft_groups: Staged | None = None
     draft_saves: Staged | None = None
+    amends: Staged | None = None
     updates: Sequence[tuple[Staged, Staged] | None] = (None, None)
 
 
@@ -86,11 +90,15 @@ class DraftArrays:
         tokens: `[2, T]` int32, see `draft_inputs.OfDraftToken`.
         chunks: `[2, S]` int32, see `draft_inputs.OfDraftChunk`.
         groups: `[4 + max_drafts, G]` int32, see `draft_inputs.OfDraftGroup`.
+        amends: `[2, D]` int64, flat indices in `groups` of the drafts of the step's
+            `draft_sources`, and flat indices of their ids among the drafts of the step before. None
+            if there are none.
     """
 
     tokens: Int32Array
     chunks: Int32Array
     groups: Int32Array
+    amends: IntArray | None = None
 
 
 class StepGraphs(Protocol):
@@ -118,7 +126,7 @@ class StepInputs:
         first_blocks: `[S]`, index of each sequence's first block in the flat block tables.
         samples: `[B]`, indices of the chunks that sample.
         images: runs of image tokens.
-        state_saves, has_drafts: see `ComputeStep`.
+        state_saves, has_drafts, draft_sources: see `ComputeStep`.
         folds: numbers of `ComputeStep.folds` by index of the chunk.
         adapters: `[T]`, slot of each token's adapter, -1 for none. None if no token has an adapter.
             A step that is captured, or that warms kernels up, has no adapter in it and serves any.
@@ -141,6 +149,7 @@ class StepInputs:
     images: list[ImageRun]
     state_saves: IntArray | None = None
     has_drafts: bool = False
+    draft_sources: IntArray | None = None
     folds: dict[int, int] = field(default_factory=dict[int, int])
     adapters: IntArray | None = None
     block_updates: Updates = NO_UPDATES
@@ -228,6 +237,7 @@ def _chunks(step: ComputeStep, max_blocks: int) -> StepInputs:
         images=[ImageRun(*run) for run in step.images.tolist()],
         state_saves=step.state_saves,
         has_drafts=step.has_drafts,
+        draft_sources=step.draft_sources,
         folds={} if step.folds is None else dict(step.folds.tolist()),
     )
 
@@ -319,6 +329,11 @@ def stage(
         found.adapters = staging.add(slots)
     if drafts is not None:  # No graph of the step reads these.
         found.draft_groups = staging.add(drafts.groups)
+        if step.draft_sources is not None and drafts.amends is not None:
+            ids = tokens.element + OfToken.ID * num_tokens + step.draft_sources[:, 0]
+            of_groups, sources = drafts.amends
+            targets = np.concatenate((ids, found.draft_groups.element + of_groups))
+            found.amends = staging.add(np.stack((targets, np.tile(sources, 2))))
         if step.state_saves is not None and len(step.state_saves):
             found.draft_saves = staging.add(np.ascontiguousarray(step.state_saves.T, np.int64))
     found.updates = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.decoder.engine.schedule.chunk import Chunk, counts_of, known_tokens
+from services.decoder.engine.schedule.chunk import Chunk, counts_of, draft_sources, known_tokens
 from services.decoder.engine.schedule.sequence import Sequence
 from services.decoder.engine.schedule.step_cost import StepLoad
 from services.decoder.engine.step import (
@@ -93,6 +93,7 @@ class Batch:
         sample = SampleStep()
         if known := chunks[num_from_device:]:
             compute.token_ids, compute.positions = known_tokens(known)
+            compute.draft_sources = draft_sources(chunks, num_from_device, compute.token_ids)
             compute.state_saves = _state_saves(known, num_from_device)
             if any(chunk.sequence.message.images for chunk in known):
                 compute.images = _image_runs(known, num_from_device)

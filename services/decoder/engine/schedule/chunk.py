@@ -19,7 +19,7 @@ import numpy as np
 from services.decoder.engine.draft_counts import DraftCounts
 from services.decoder.engine.messages import Logprobs
 from services.decoder.engine.schedule.sequence import Sequence
-from services.decoder.engine.step import Int32Array, StepOutput
+from services.decoder.engine.step import Int32Array, Int64Array, StepOutput
 
 
 class Chunk(msgspec.Struct, gc=False, eq=False):
@@ -46,6 +46,8 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
         num_before: number of drafts before the chunk's one token, if the chunk is one of `parts`.
         num_folded: number of the sequence's last accepted drafts that its recurrent state lacks,
             see `ComputeStep.folds`.
+        group: row of the drafts among those of the step before, if the device still makes them and
+            their ids are `UNKNOWN_DRAFT`; -1 if the host knows their ids.
     """
 
     sequence: Sequence
@@ -60,6 +62,7 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     drafts: tuple[int, ...] = ()
     num_before: int = 0
     num_folded: int = 0
+    group: int = -1
 
     @property
     def token_ids(self) -> "array[int]":
@@ -88,6 +91,8 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
             for i in range(1 + len(self.drafts))
         ]  # fmt: skip
         parts[0].num_folded = self.num_folded
+        for part in parts[1:]:
+            part.group = self.group
         return parts
 
 
@@ -147,6 +152,24 @@ def counts_of(samples: list[Chunk]) -> DraftCounts | None:
         return None
     pairs = [np.array(found, np.int64).reshape(-1, 2) for found in (accepted, assumed)]
     return DraftCounts(pairs[0], pairs[1], np.array(skipped, np.int64))
+
+
+def draft_sources(
+    chunks: list[Chunk], num_from_device: int, token_ids: Int32Array
+) -> Int64Array | None:
+    """Returns `ComputeStep.draft_sources`, and replaces unknown ids by 0.
+
+    Args:
+        chunks: the chunks of the step; those with drafts as their parts, of one token each.
+        num_from_device: number of chunks from the device, which come first.
+        token_ids: ids of the tokens of the other chunks.
+    """
+    found = [(i, c.group, c.num_before - 1) for i, c in enumerate(chunks) if c.group >= 0]
+    if not found:
+        return None
+    sources = np.array(found, np.int64)
+    token_ids[sources[:, 0] - num_from_device] = 0
+    return sources
 
 
 def known_tokens(chunks: list[Chunk]) -> tuple[Int32Array, Int32Array]:

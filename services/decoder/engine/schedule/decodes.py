@@ -3,10 +3,13 @@
 A sequence gets one new token a step, or several if it verifies drafts (`chunk`).
 """
 
+import numpy as np
+
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.schedule.background import Background
 from services.decoder.engine.schedule.block_manager import BlockManager
 from services.decoder.engine.schedule.chunk import Chunk
+from services.decoder.engine.schedule.drafts import UNKNOWN_DRAFT
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from services.decoder.engine.schedule.speculation import Speculation
 from services.decoder.engine.step import Int32Array
@@ -97,11 +100,34 @@ class Decodes:
             sequence = chunk.sequence
             if chunk.is_void or sequence.state is SequenceState.FINISHED:
                 continue
+            if sequence.drafts is not None:
+                sequence.drafts.group = index
             is_ahead = sequence.sequence_id in self.decoding
             num_others = len(self.decoding) - is_ahead
             offered = () if drafts is None else drafts[index]
             if self.speculation.tokens_arrived(sequence, num_others, offered):
                 self.await_tokens(sequence)
+
+    def look_for_unknown_drafts(self, chunks: list[Chunk], count: int) -> None:
+        """Looks for drafts like `look_for_drafts`, while the device still makes them.
+
+        Args:
+            chunks: the chunks of the last launched step, whose tokens were appended.
+            count: number of drafts behind each of these tokens, where the row has blocks for them.
+        """
+        drafts = np.full((len(chunks), count), UNKNOWN_DRAFT, np.int32)
+        for index, chunk in enumerate([chunk for chunk in chunks if chunk.samples]):
+            sequence = chunk.sequence
+            # The first draft depends on the keys and values of the token before the last one.
+            room = sequence.capacity - (len(sequence.token_ids) - 2)
+            drafts[index, max(0, room) :] = -1
+        self.look_for_drafts(chunks, drafts)
+
+    def forget_unknown_drafts(self, chunks: list[Chunk]) -> None:
+        """Drops the drafts of `look_for_unknown_drafts` that the next step does not verify."""
+        for chunk in chunks:
+            if (drafts := chunk.sequence.drafts) is not None and UNKNOWN_DRAFT in drafts.proposed:
+                drafts.proposed, drafts.chosen = [], []
 
     def choose_drafts(self, *, is_open: bool) -> None:
         """Chooses the drafts that sequences verify in the next step.
@@ -171,6 +197,8 @@ class Decodes:
                 self.decoding[number] = self.awaiting.pop(number)
             chunk = Chunk(sequence, start, 1, False, True, limit, drafts=drafts)
             chunk.num_folded = num_folded
+            if UNKNOWN_DRAFT in drafts and sequence.drafts is not None:
+                chunk.group = sequence.drafts.group
             chunks.append(chunk)
         return chunks
 

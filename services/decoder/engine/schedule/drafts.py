@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from services.decoder.engine.schedule.lookup import DraftSource
 
+# Stands for a draft that the device still makes, so that the host does not know its id yet.
+UNKNOWN_DRAFT = 2**31 - 1
 # The share of right drafts that is assumed before any was verified, and that of the model's own
 # layer, of whose first drafts 0.80 to 0.86 were right where somebody has published it.
 FIRST_RATE, FIRST_HEAD_RATE = 0.6, 0.75
@@ -67,6 +69,7 @@ class Drafts:
         uncounted: ids of the sequence's last tokens that the penalties of its row have not counted.
         num_unfolded: number of accepted drafts that the row's recurrent state lacks, because it
             has only seen the token before them. 0 if the model has no recurrent states.
+        group: row of the drafts that the model's layer makes behind the last step.
     """
 
     source: DraftSource
@@ -75,6 +78,7 @@ class Drafts:
     share: Share = field(default_factory=lambda: Share(FIRST_RATE))
     uncounted: list[int] = field(default_factory=list[int])
     num_unfolded: int = 0
+    group: int = 0
     _resumes_at: int = 0
     _pause: int = 0
 
