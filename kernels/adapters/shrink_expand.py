@@ -12,7 +12,8 @@ three or four of them share an SM, and load the factors slot by slot.
 Few tokens leave most SMs idle during shrink, so its columns are split among CTAs, each of which
 writes a partial product. Expand adds the partial products, and loads `b` before it waits for them.
 
-One token of an unquantized layer needs neither kernel, see `kernels.gemm.gemv`.
+Unquantized layers do not need the second kernel for up to 64 tokens, see
+`kernels.gemm.skinny_gemm`, and one token needs neither, see `kernels.gemm.gemv`.
 
 A variant of a kernel takes up to a second to compile, so constants depend on classes of token
 counts, on the rank and on the number of slots, but neither on the sizes of a layer nor on the slots
@@ -30,6 +31,7 @@ from torch import Tensor
 from kernels.adapters.factors import LEAST_RANK, AdapterRows, Norm, SlotFactors, padded_rank
 from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.add_norm import rms_norm
+from kernels.gemm.changes import load_factors
 from kernels.gemm.gemv import normed
 from kernels.gemm.silu_mul import swiglu
 from kernels.gemm.skinny_gemm import load_reduced
@@ -329,9 +331,9 @@ def _expand_kernel(
         # All columns of a slot are used, or none. The compiler cannot know, and would load them one
         # by one.
         used = tl.max_constancy(used, 16)  # the smallest rank
-        b = _factors(b_ptr, row, is_row, column, used, b_stride)
+        b = load_factors(b_ptr, row, is_row, column, used, b_stride)
         if SWIGLU:
-            up_b = _factors(b_ptr, row + size0, is_row, column, used, b_stride)
+            up_b = load_factors(b_ptr, row + size0, is_row, column, used, b_stride)
     wait_for_earlier(PDL)
     if SWIGLU or has_any:
         acc = tl.zeros((TOKENS, ROWS), tl.float32)
@@ -351,11 +353,11 @@ def _expand_kernel(
                 if tl.max(hits.to(tl.int32), 0) > 0:
                     column = at + tl.arange(0, CHUNK)
                     used = column < last_slot * RANK
-                    b = _factors(b_ptr, row, is_row, column, used, b_stride)
+                    b = load_factors(b_ptr, row, is_row, column, used, b_stride)
                     x = _products(own, slot, at, stride, SPLITS, RANK, CHUNK, b.dtype)
                     acc = tl.dot(x, tl.trans(b), acc)
                     if SWIGLU:
-                        b = _factors(b_ptr, row + size0, is_row, column, used, b_stride)
+                        b = load_factors(b_ptr, row + size0, is_row, column, used, b_stride)
                         x = _products(own + RANK, slot, at, stride, SPLITS, RANK, CHUNK, b.dtype)
                         up_acc = tl.dot(x, tl.trans(b), up_acc)
         inside = is_token[:, None] & is_row[None, :]
@@ -514,13 +516,6 @@ def _rows_of_tile(
     first, size, start, module = _part(tile, size0, size1, size2, size3, ROWS)
     row = first + tl.arange(0, ROWS)
     return row + start, row < size, module
-
-
-@triton.jit
-def _factors(b_ptr, row, is_row, column, used, b_stride):
-    """Loads a tile `[ROWS, CHUNK]` of `b`. Columns that are not used are zeros."""
-    place = row.to(tl.int64)[:, None] * b_stride + column[None, :]
-    return tl.load(b_ptr + place, mask=is_row[:, None] & used[None, :], other=0.0)
 
 
 @triton.jit
