@@ -74,7 +74,7 @@ class AddSequence(msgspec.Struct, tag="add"):
             `schedule.admission`.
         tenant_weight: weight of the tenant.
         background: True if the sequence runs only where no other sequence waits.
-        request: id of the request. The requests of a tenant share a model for search fairly, see
+        request: id of the request, to which all prompts of a search belong, see
             `schedule.fair_queue`. Empty if the model generates text.
         prediction: int32 ids that the client predicts for the completion. Empty if there are none.
         adapter: slot of the adapter that computes the sequence; -1 for the base model alone.

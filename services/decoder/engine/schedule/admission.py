@@ -30,7 +30,7 @@ class Admission:
 
     Args:
         num_rows: number of sequences that may run at once.
-        fair: True if the requests of a tenant share the engine fairly, see `fair_queue`.
+        fair: True if the requests of a tenant are ordered by `fair_queue`.
 
     Attributes:
         free_rows: rows that no sequence holds.
@@ -67,8 +67,9 @@ class Admission:
 
     def arrived(self, sequence: Sequence) -> None:
         """Notes a new sequence, before it waits."""
-        if self._fair_queue is not None:
-            self._fair_queue.add(sequence)
+        if (fair := self._fair_queue) is not None:
+            request, num_tokens = sequence.message.request, sequence.num_prompt_tokens
+            sequence.flow = fair.add(sequence.tenant, request, num_tokens)
 
     def planned(self, num_tokens: int) -> None:
         """Notes that a step computes so many tokens of prompts."""
@@ -78,7 +79,7 @@ class Admission:
     def finished(self, sequence: Sequence) -> None:
         """Notes that a sequence has finished."""
         if self._fair_queue is not None:
-            self._fair_queue.remove(sequence)
+            self._fair_queue.remove(sequence.tenant, sequence.message.request)
 
     def wait(self, sequence: Sequence) -> None:
         """Queues a new or a preempted sequence."""
@@ -94,6 +95,10 @@ class Admission:
 
     def head(self) -> Sequence | None:
         """Returns the sequence that is admitted next, or None if no sequence waits."""
+        if self._fair_queue is not None and self._fair_queue.has_changed:
+            self._fair_queue.has_changed = False
+            for queue in self._queues.values():
+                queue.sort(key=_turn)
         heads = [queue[0] for queue in self._queues.values()]
         return min(heads, key=lambda s: (self._use(s), s.arrival), default=None)
 
@@ -140,9 +145,10 @@ class Admission:
     def yielding(self, head: Sequence, running: list[Sequence]) -> Sequence | None:
         """Returns the sequence that yields its row to the head, or None if no tenant yields a row.
 
-        A tenant yields a row under two conditions. For its weight, it has at least twice as many
-        rows as the head's tenant will have, so that the head is not preempted in turn. Afterwards
-        it still has more rows than the head's tenant has now, so that the head is admitted next.
+        A tenant yields a row under two conditions. For its weight, the tenant has at least twice as
+        many rows as the head's tenant will have, so that the head is not preempted in turn. And
+        afterwards the tenant still has more rows than the head's tenant has now, so that the head
+        is admitted next.
         """
         use = self._use(head)
         wanted = _YIELD_FACTOR * (use + 1 / head.message.tenant_weight)
@@ -165,4 +171,5 @@ class Admission:
 
 def _turn(sequence: Sequence) -> tuple[int, float, int]:
     """Returns the key that orders the sequences of a tenant."""
-    return sequence.message.priority, sequence.finish_tag, sequence.arrival
+    tag = 0.0 if sequence.flow is None else sequence.flow.finish_tag
+    return sequence.message.priority, tag, sequence.arrival

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from services.decoder.engine.messages import AddSequence, ImageSpan
 from services.decoder.engine.schedule.drafts import Drafts
+from services.decoder.engine.schedule.fair_queue import Flow
 
 
 class SequenceState(Enum):
@@ -60,8 +61,7 @@ class Sequence:
         block_hashes: hashes of the leading full blocks, as far as they were computed.
         num_registered_blocks: number of leading blocks that are registered in the prefix cache.
         arrival: number of the arrival, which orders waiting sequences within a tenant.
-        finish_tag: orders them before their arrival does, see `fair_queue`. 0 if the model
-            generates text.
+        flow: the sequences of the request. None if the model generates text.
         admission: number of the last admission; the latest admission is preempted first.
         last_prefill_step: number of the last step that may read the sequence's images.
         received_at, first_scheduled_at, first_token_at: `time.monotonic()` of these events, 0
@@ -98,7 +98,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list[bytes])
     num_registered_blocks: int = 0
     arrival: int = 0
-    finish_tag: float = 0.0
+    flow: Flow | None = None
     admission: int = 0
     last_prefill_step: int = 0
     received_at: float = 0.0
