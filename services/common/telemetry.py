@@ -7,10 +7,12 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+
+import msgspec
 
 # Upper bounds in seconds, from a cache lookup to a long generation.
 LATENCY_BUCKETS = (
@@ -44,7 +46,17 @@ def current_request_id() -> str:
     return _request_id.get()
 
 
-_encode = json.JSONEncoder(default=str).encode  # `json.dumps` would create an encoder for each line
+_encode_fast = msgspec.json.Encoder(enc_hook=str).encode
+_encode_any = json.JSONEncoder(default=str).encode
+
+
+def _encode(entry: Mapping[str, object]) -> str:
+    """Returns a line of ASCII, because a terminal may follow control characters beyond ASCII."""
+    try:
+        line = _encode_fast(entry)
+    except (TypeError, ValueError):  # The entry has keys or characters that msgspec refuses.
+        return _encode_any(entry)
+    return line.decode("ascii") if line.isascii() else _encode_any(entry)
 
 
 @lru_cache(1)  # Formatting a time takes microseconds, and a second has many lines.
