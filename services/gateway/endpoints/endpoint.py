@@ -54,10 +54,17 @@ async def admit(
 
     Yields:
         The slot, and the whole body, which is freed at the end of the `with`.
+
+    Raises:
+        DeadlineExceeded: the body arrives too slowly.
     """
     with admission.request_memory() as memory:
-        async with admission.until_ended():
-            body = await read_body(scope, receive, memory, admission.body_limits, types)
+        limits = admission.body_limits
+        try:
+            async with admission.until_ended(limits.start_s) as deadline:
+                body = await read_body(scope, receive, memory, limits, deadline, types)
+        except TimeoutError:
+            raise DeadlineExceeded("the body did not arrive in time") from None
         try:
             async with admission.slot(memory) as slot:
                 yield slot, body

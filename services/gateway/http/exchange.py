@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import (
-    DeadlineExceeded,
     PayloadTooLarge,
     TriptychError,
     Unauthorized,
@@ -32,6 +31,7 @@ from services.gateway.forms.error_answers import (
 )
 from services.gateway.forms.responses import encode_json
 from services.gateway.http.unserved_paths import explain
+from services.gateway.tenancy.admission import UntilEnded
 from services.gateway.tenancy.request_memory import RequestMemory
 
 log = logging.getLogger(__name__)
@@ -175,6 +175,7 @@ async def read_body(
     receive: Receive,
     memory: RequestMemory,
     limits: BodyLimits,
+    deadline: UntilEnded,
     types: Sequence[str] = JSON_TYPES,
 ) -> bytes | bytearray:
     """Reads the whole body of a request.
@@ -189,12 +190,13 @@ async def read_body(
         receive: ASGI channel from which the body is read.
         memory: memory of the request, in which bytes are reserved while the body arrives.
         limits: limits of the body's size and of its time.
+        deadline: the block in which the body is read, which ends in `limits.start_s`. It is
+            extended here while the body arrives.
         types: prefixes of the content types that are accepted.
 
     Raises:
         UnsupportedMediaType: the content type is not accepted, or a web page has named none.
         PayloadTooLarge: the body is larger than the limit, by its Content-Length or by count.
-        DeadlineExceeded: the body arrives too slowly.
         ClientDisconnect: the client disconnected.
     """
     headers = dict(scope["headers"])
@@ -209,26 +211,23 @@ async def read_body(
     timeout_s = max(BODY_TIMEOUT_S, max_bytes / (1 << 20))
     start = asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout(limits.start_s) as deadline:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                chunk: bytes = message.get("body", b"")
-                if chunk and needs_type:
-                    raise _unsupported(types)
-                if len(body) + len(chunk) > max_bytes:
-                    raise _too_large(max_bytes)
-                memory.add(len(chunk) * MEMORY_PER_BODY_BYTE)
-                body += chunk
-                if not message.get("more_body", False):
-                    return body if len(body) > _LONG_BODY_BYTES else bytes(body)
-                time_s = min(limits.start_s + len(body) / _MIN_BODY_RATE, timeout_s)
-                deadline.reschedule(start + time_s)
-    except BaseException as error:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            chunk: bytes = message.get("body", b"")
+            if chunk and needs_type:
+                raise _unsupported(types)
+            if len(body) + len(chunk) > max_bytes:
+                raise _too_large(max_bytes)
+            memory.add(len(chunk) * MEMORY_PER_BODY_BYTE)
+            body += chunk
+            if not message.get("more_body", False):
+                return body if len(body) > _LONG_BODY_BYTES else bytes(body)
+            time_s = min(limits.start_s + len(body) / _MIN_BODY_RATE, timeout_s)
+            deadline.extend(start + time_s)
+    except BaseException:
         body.clear()  # The error's traceback may hold this function's variables for long.
-        if isinstance(error, TimeoutError):
-            raise DeadlineExceeded("the body did not arrive in time") from None
         raise
 
 

@@ -10,6 +10,7 @@ tenants, a part of the slots is for tenants that have less than their share of t
 import asyncio
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
+from types import TracebackType
 
 from services.common.errors import Overloaded, Unavailable
 from services.common.tenancy.tenant_capacity import TenantCapacity
@@ -56,6 +57,8 @@ class Admission:
         memory: memory for all requests.
         body_limits: limits of each request's body.
         draining: true if the gateway is about to end and clients should use another gateway.
+        blocks: timeouts of the running blocks of `until_ended`.
+        ended: true once `end_all` was called.
     """
 
     def __init__(
@@ -71,8 +74,8 @@ class Admission:
         self._running = TenantCapacity(max_requests)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._blocks: set[asyncio.Timeout] = set()  # running blocks of `until_ended`
-        self._ended = False
+        self.blocks: set[asyncio.Timeout] = set()  # running blocks of `until_ended`
+        self.ended = False
         self.draining = False
         self._refuses = False
 
@@ -131,34 +134,19 @@ class Admission:
         if not self._running.allows(tenant.name, 1):
             raise Overloaded("too many requests are running", retry_after_s=1)
 
-    @asynccontextmanager
-    async def until_ended(self, timeout_s: float | None = None) -> AsyncGenerator[None]:
-        """Runs the block of a `with` until it ends, its time is over or `end_all` is called.
+    def until_ended(self, timeout_s: float | None = None) -> "UntilEnded":
+        """Returns a block for an `async with`, which runs until it ends, its time is over or
+        `end_all` is called.
 
         Args:
             timeout_s: seconds that the block may take. None if there is no limit.
-
-        Raises:
-            Unavailable: `end_all` was called.
-            TimeoutError: the time is over.
         """
-        block = asyncio.timeout(0 if self._ended else timeout_s)
-        try:
-            async with block:
-                self._blocks.add(block)
-                try:
-                    yield
-                finally:
-                    self._blocks.discard(block)
-        except TimeoutError:
-            if not (self._ended and block.expired()):
-                raise
-            raise Unavailable("the server is shutting down", retry_after_s=1) from None
+        return UntilEnded(self, timeout_s)
 
     def end_all(self) -> None:
         """Ends all requests that still run, each with an error of its own."""
-        self._ended = True
-        for block in self._blocks:
+        self.ended = True
+        for block in self.blocks:
             block.reschedule(asyncio.get_running_loop().time())
 
     async def drain(self, grace_s: float) -> bool:
@@ -177,3 +165,48 @@ class Admission:
         except TimeoutError:
             return False
         return True
+
+
+class UntilEnded:
+    """A block that ends when its time is over or `Admission.end_all` is called.
+
+    It is a class because an asynchronous generator would take half as long again.
+
+    Args:
+        admission: the admission control.
+        timeout_s: seconds that the block may take. None if there is no limit.
+
+    Raises:
+        Unavailable: `end_all` was called.
+        TimeoutError: the time is over.
+    """
+
+    def __init__(self, admission: Admission, timeout_s: float | None) -> None:
+        self._admission = admission
+        self._timeout = asyncio.timeout(0 if admission.ended else timeout_s)
+
+    def extend(self, end_s: float) -> None:
+        """Moves the end of the block's time to `end_s` on the event loop's clock, unless `end_all`
+        was called.
+        """
+        if not self._admission.ended:
+            self._timeout.reschedule(end_s)
+
+    async def __aenter__(self) -> "UntilEnded":
+        await self._timeout.__aenter__()
+        self._admission.blocks.add(self._timeout)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._admission.blocks.discard(self._timeout)
+        try:
+            await self._timeout.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            if not self._admission.ended:
+                raise
+            raise Unavailable("the server is shutting down", retry_after_s=1) from None

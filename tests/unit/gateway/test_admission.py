@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.common.errors import Overloaded, PayloadTooLarge
+from services.common.errors import Overloaded, PayloadTooLarge, Unavailable
 from services.gateway.bounds import MEMORY_PER_BODY_BYTE, BodyLimits
 from services.gateway.endpoints.endpoint import admit
 from services.gateway.tenancy.admission import _CONNECTION_BYTES, Admission, largest_body
@@ -136,3 +136,12 @@ def test_large_requests_leave_memory_to_small_ones():
         with pytest.raises(Overloaded):
             large.add(1 << 20)
         small.add(1 << 20)
+
+
+async def test_a_block_that_is_ended_cannot_be_extended():
+    admission = Admission(1)
+    with pytest.raises(Unavailable):
+        async with admission.until_ended(PATIENCE_S) as block:
+            admission.end_all()
+            block.extend(asyncio.get_running_loop().time() + 10 * PATIENCE_S)
+            await asyncio.sleep(5 * PATIENCE_S)
