@@ -66,6 +66,8 @@ async def _stream(context: RequestContext, completion: Completion) -> None:
         async for updates in answer:
             usage = completion.usage() if usage_in_chunks else None
             chunks += [writer.update(update, usage) for update in updates]
+            if updates and updates[-1].finish_reason and completion.has_ended:
+                continue  # The end of the stream follows, and is sent with the last tokens.
             if data := b"".join(chunks):
                 await exchange.write(data)
             chunks.clear()

@@ -126,6 +126,11 @@ class Completion:
         """Adds tokens of the prediction that were accepted and rejected."""
         self.predicted = self.predicted[0] + accepted, self.predicted[1] + rejected
 
+    @property
+    def has_ended(self) -> bool:
+        """True if all choices have a finish reason."""
+        return all([choice.finish_reason for choice in self.choices])
+
     def usage(self) -> Usage:
         """Returns the numbers of tokens of the prompt and of the answer so far."""
         prompt = self.prompt

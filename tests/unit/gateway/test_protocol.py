@@ -27,11 +27,13 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
+        self.num_writes = 0
         self.closed = False
 
     def write(self, data: Any) -> None:
         assert not self.closed
         self.written += data
+        self.num_writes += 1
 
     def close(self) -> None:
         self.closed = True
@@ -354,4 +356,23 @@ async def test_no_cut_of_the_bytes_changes_an_answer(cuts: list[int]) -> None:
         written = await client.send(*pieces)
         assert [scope["http_version"] for scope in seen] == ["1.1", "1.1", "1.1", "1.0"]
         assert written.count(b"HTTP/1.1 200") == 4 and b" 400 " not in written
+        assert client.wire.closed
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_a_head_and_the_first_piece_of_its_body_are_one_write(method: str) -> None:
+    with Client(answering(stream(b"first", b"second"))) as client:
+        for number in range(2):
+            before = client.wire.num_writes
+            await client.send(get(method=method))
+            assert client.wire.num_writes - before == (3 if method == "GET" else 1), number
+
+
+async def test_a_head_without_a_body_that_follows_is_sent_when_the_connection_ends() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(stream()[0])
+        raise RuntimeError
+
+    with Client(app) as client:
+        assert (await client.send(get())).startswith(b"HTTP/1.1 200")
         assert client.wire.closed
