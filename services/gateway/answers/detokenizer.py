@@ -4,8 +4,8 @@ A part is a piece of text, of reasoning, or of a tool call. `ChatService.answer`
 each choice to a `Choice`, which returns an `Update` per event. A token may end in the middle of a
 character, so bytes wait until the character is complete. Text that may be the beginning of a stop
 string waits, too: with the stop string `END`, the text `the E` yields `the `, and `E` waits for the
-next token. The cost per token does not grow with the length of the answer. Bytes that
-are not UTF-8 become U+FFFD, and an incomplete character at the end is left out.
+next token. The cost per token does not grow with the length of the answer. Bytes that are not UTF-8
+become U+FFFD, and an incomplete character at the end is left out.
 """
 
 import codecs
@@ -135,6 +135,7 @@ class Choice:
         continues = request.continue_final_message or not request.messages
         self._trims_start = tokenizer.trims_start and not continues
         self._has_calls = False
+        self._is_plain = parser is None and not stops and not request.return_token_ids
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
@@ -154,6 +155,10 @@ class Choice:
     def feed(self, event: TokenEvent) -> Update:
         """Takes an event, and returns the update. No event may follow a finish reason."""
         ids = event.token_ids
+        if self._is_plain and event.finish_reason is None and not event.logprobs:
+            self.num_tokens += len(ids)
+            text = self._text(ids)
+            return Update(self._index, [Text(text)] if text else [], None, None)
         # The stop token that ended the sequence is not part of the text, unless the request sets
         # `include_stop_str_in_output`.
         hides_last = event.finish_reason == "stop" and not self._include_stop
@@ -184,9 +189,7 @@ class Choice:
         if event.logprobs:
             pairs = zip(visible[:num_used], event.logprobs, strict=False)
             logprobs = [self._entry(token_id, found) for token_id, found in pairs]
-        used: Sequence[int] = ()
-        if self._request.return_token_ids:
-            used = ids[: self.num_tokens - num_before]
+        used = ids[: self.num_tokens - num_before] if self._request.return_token_ids else ()
         return Update(self._index, parts, logprobs, self.finish_reason, stop_reason, used)
 
     @property
