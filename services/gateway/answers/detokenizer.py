@@ -185,10 +185,8 @@ class Choice:
             self._has_calls = self._has_calls or any(isinstance(part, Call) for part in parts)
             if self.finish_reason == "stop" and self._has_calls:
                 self.finish_reason = "tool_calls"
-        logprobs = None
-        if event.logprobs:
-            pairs = zip(visible[:num_used], event.logprobs, strict=False)
-            logprobs = [self._entry(token_id, found) for token_id, found in pairs]
+        pairs = zip(visible[:num_used], event.logprobs, strict=False)
+        logprobs = [self._entry(token_id, found) for token_id, found in pairs] or None
         used = ids[: self.num_tokens - num_before] if self._request.return_token_ids else ()
         return Update(self._index, parts, logprobs, self.finish_reason, stop_reason, used)
 

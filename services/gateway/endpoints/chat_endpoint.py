@@ -33,10 +33,8 @@ async def chat_completions(context: RequestContext, body: Body) -> None:
     """
     request = await context.parse(parse_chat_request, body)
     completion = await context.prepare(request)
-    if request.stream:
-        await _stream(context, completion)
-    else:
-        await _write_whole(context, completion)
+    answer = _stream if request.stream else _write_whole
+    await answer(context, completion)
 
 
 async def _stream(context: RequestContext, completion: Completion) -> None:
@@ -130,8 +128,7 @@ def _response_choice(index: int, updates: list[Update], request: ChatRequest) ->
     choice = ResponseChoice(
         index,
         assistant_message(parts),
-        # `ChatService.answer` has made sure that there is a finish reason: `or "stop"` is there for
-        # the type checker alone.
+        # There always is a finish reason: `or "stop"` is for the type checker alone.
         updates[-1].finish_reason or "stop",
         Logprobs(entries) if request.logprobs else None,
         updates[-1].stop_reason,
