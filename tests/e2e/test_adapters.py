@@ -216,3 +216,51 @@ async def test_beam_search_with_lora_adapters(
     await load(client, "adapter_0", places["one"])
     with pytest.raises(openai.BadRequestError, match="use_beam_search"):
         await complete(client, "adapter_0", extra_body={"use_beam_search": True})
+
+
+async def test_unloading_with_streams_running_loses_none(
+    client: openai.AsyncOpenAI, places: dict[str, Path]
+) -> None:
+    """Not vLLM's. A slot that a stream still needs gets no other adapter."""
+    names = {"first": places["one"], "second": places["two"]}
+    for name, place in names.items():
+        await load(client, name, place)
+    options: dict[str, Any] = {
+        "max_tokens": 800,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    meant = {
+        name: (await client.completions.create(model=name, prompt=PROMPTS[0], **options))
+        .choices[0]
+        .text
+        for name in (*names, MODEL)
+    }
+    assert len(set(meant.values())) == 3
+    running, go_on = asyncio.Semaphore(0), asyncio.Event()
+
+    async def stream(name: str) -> str:
+        made = await client.completions.create(
+            model=name, prompt=PROMPTS[0], stream=True, **options
+        )
+        text, reason = "", None
+        async for chunk in made:
+            text, reason = text + chunk.choices[0].text, chunk.choices[0].finish_reason
+            running.release()
+            await go_on.wait()
+        assert reason == "length"
+        return text
+
+    asked = [*names, MODEL] * 3
+    async with asyncio.TaskGroup() as group:
+        streams = [group.create_task(stream(name)) for name in asked]
+        for _ in asked:
+            await running.acquire()
+        for name in names:
+            await client.post("unload_lora_adapter", cast_to=str, body={"lora_name": name})
+            with pytest.raises(openai.NotFoundError):
+                await complete(client, name)
+        assert "success" in await load(client, "first", places["two"])  # another one of that name
+        assert await complete(client, "first") != meant["first"]
+        go_on.set()
+    assert [each.result() for each in streams] == [meant[name] for name in asked]

@@ -37,11 +37,27 @@ ADAPTERS: tuple[dict[str, Any], ...] = (
 FAMILIES = {
     "vl": lambda directory: make_oracle(CONFIGS["gqa3-hd32-odd-heads"], directory),
     "vl, tied": lambda directory: make_oracle(CONFIGS["gqa1-hd16-one-tap"], directory),
+    "qwen2-vl": lambda directory: make_oracle(CONFIGS["qwen2-gqa3-hd32"], directory),
+    "qwen2.5-vl": lambda directory: make_oracle(CONFIGS["qwen2.5-gqa2-hd16"], directory),
+    "paddleocr": lambda directory: make_oracle(CONFIGS["paddleocr-gqa4-hd32-biases"], directory),
+    "vl, experts": lambda directory: make_oracle(CONFIGS["moe-gqa3-two-taps"], directory),
     "biases": lambda directory: text_oracle.make_text_oracle(
         text_oracle.CONFIGS["llama-gqa1-biases-tied"](), directory
     ),
+    "qwen2": lambda directory: text_oracle.make_text_oracle(
+        text_oracle.CONFIGS["qwen2-odd-heads-yarn"](), directory
+    ),
+    "qwen3": lambda directory: text_oracle.make_text_oracle(
+        text_oracle.CONFIGS["qwen3-biases"](), directory
+    ),
+    "mistral": lambda directory: text_oracle.make_text_oracle(
+        text_oracle.CONFIGS["mistral-wide-heads"](), directory
+    ),
     "hybrid": lambda directory: qwen3_5_oracle.make_qwen3_5(
         qwen3_5_oracle.CONFIGS["experts-one-shared"], directory
+    ),
+    "hybrid, dense": lambda directory: qwen3_5_oracle.make_qwen3_5(
+        qwen3_5_oracle.CONFIGS["odd-heads-repeated-thrice"], directory
     ),
 }
 
@@ -65,7 +81,7 @@ def test_eight_adapters_in_one_step_give_logits_of_peft(family: str, tmp_path: P
     base = FAMILIES[family](tmp_path / "model")
     places = [tmp_path / f"adapter-{number}" for number in range(len(ADAPTERS))]
     # More is amplified too much by eight layers with recurrent states.
-    scale = 0.1 if family == "hybrid" else 0.3
+    scale = 0.1 if family.startswith("hybrid") else 0.3
     oracles = [
         adapted_oracle(base, place, number, scale=scale, **config)
         for number, (place, config) in enumerate(zip(places, ADAPTERS, strict=True))

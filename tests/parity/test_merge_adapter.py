@@ -15,6 +15,7 @@ from tests.cases import first
 from tests.decoder_harness import Harness
 from tests.parity import qwen3_5_oracle, text_oracle
 from tests.parity.oracle import CONFIGS, Oracle, largest_difference, make_oracle
+from tests.parity.test_adapters import start
 from tests.parity.test_language_model import TOLERANCE
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.thorough]
@@ -38,6 +39,7 @@ CASES = {
     "head and embedding": ("untied", {"target_modules": [*LINEARS, "lm_head", "embed_tokens"]}),
     "saved head and norm": ("untied", {"modules_to_save": ["lm_head", "norm"]}),
     "experts": ("moe", {"target_parameters": EXPERTS}),
+    "a tower that shares names with the language model": ("vl-2.5", {"use_dora": True}),
     "experts of a tower's model": ("vl-moe", {"target_parameters": EXPERTS}),
     "linear attention": ("hybrid", {"target_modules": EVERYWHERE, "lora_alpha": 1}),
 }
@@ -46,6 +48,8 @@ CASES = {
 def make(kind: str, directory: Path) -> Oracle:
     if kind == "vl":
         return make_oracle(CONFIGS["gqa1-hd16-one-tap"], directory)
+    if kind == "vl-2.5":
+        return make_oracle(CONFIGS["qwen2.5-gqa2-hd16"], directory)
     if kind == "vl-moe":
         return make_oracle(CONFIGS["moe-gqa3-two-taps"], directory)
     if kind == "hybrid":
@@ -71,13 +75,12 @@ def test_merged_weights_and_logits_are_those_of_peft(case: str, tmp_path: Path) 
         else:
             adapter = tmp_path / "adapter"
             reference = Oracle(oracle.directory, whole, oracle.spec)
-            prompt = oracle.prompt(23, seed=3)
-            expected = reference.answer(prompt).logits
+            # With an image, whose embedding is that of the merged tower, where there is a tower.
             harness = Harness(oracle.directory, merge_adapter=adapter)
-            sequence = harness.start(prompt.token_ids)
+            sequence, expected = start(harness, reference, -1, 7, seed=3)
             assert largest_difference(harness.prompt_logits(sequence), expected) < TOLERANCE
             base = Harness(oracle.directory)
-            other = base.prompt_logits(base.start(prompt.token_ids))
+            other = base.prompt_logits(start(base, oracle, -1, 7, seed=3)[0])
             assert largest_difference(other, expected) > 100 * TOLERANCE  # control
         whole.save_pretrained(tmp_path / f"merged-{dtype}")
         ours = open_checkpoint(oracle.spec, adapter, dtype)
