@@ -144,7 +144,8 @@ def _body(load: Load, seed: int) -> bytes:
     ).encode()  # fmt: skip
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Returns ports that nothing listens on."""
     with ExitStack() as held:
         found = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in found:
@@ -173,7 +174,7 @@ def start_stack(
     Returns:
         Where to send requests; the decoder's front, its engine, and the gateways.
     """
-    port, decoder_port, *own_ports = _free_ports(2 + load.gateways)
+    port, decoder_port, *own_ports = free_ports(2 + load.gateways)
     socket = f"unix:{log.with_name('decoder.sock')}"
     decoder_address = socket if link.unix else f"127.0.0.1:{decoder_port}"
     settings = null_engine.NullSettings(
