@@ -10,6 +10,7 @@ import services.common.process.rare_gc  # noqa: F401 - before torch
 # isort: split
 import logging
 import socket
+import sys
 import time
 from typing import Any
 
@@ -172,7 +173,8 @@ def _serve(
     budget_s = _TIMING_S_GPU if on_gpu else _TIMING_S_CPU
     cost = measured_cost(runner, budget_s, settings.step_ms)
     step_ms = cost.default_step_ms if settings.step_ms is None else settings.step_ms
-    log.info("steps are timed", extra={"fields": {"step_ms": round(step_ms, 1)}})
+    size = {} if cost.efficient_tokens == sys.maxsize else {"step_tokens": cost.efficient_tokens}
+    log.info("steps are timed", extra={"fields": {"step_ms": round(step_ms, 1), **size}})
     engine = Engine(
         runner,
         overlap=on_gpu,

@@ -2,6 +2,7 @@
 
 import math
 import os
+import statistics
 import sys
 import time
 
@@ -23,9 +24,14 @@ _ROUNDS = 2
 _GROWTH = 4
 # Numbers of tokens of the steps with prompts that are compared. CUDA graphs are captured for them.
 # Decodes count among the tokens, so smaller steps would leave little for prompts.
-_SIZES = *range(896, 1408, 64), *range(1408, 2048, 128), 2048, 3072, 4096, 6144, 8192
+_SIZES = 896, 960, 1024, 1152, 1280, *range(1408, 2048, 128), 2048, 3072, 4096, 6144, 8192
 # The longest prompt of these steps, and the context of each decode beside the prompts.
 _PROMPT = _CONTEXT = 1024
+# Number of steps of each size, one right behind the other, and of those that do not count. A GPU at
+# its power limit lowers its clock after some steps, and lowers it more if tiles fill all SMs.
+_STEPS, _SETTLING = 8, 3
+# The time for sizes is this many times the time for the other steps.
+_SIZES_SHARE = 2
 # A time per token up to this many times the least is as good as the least.
 _NEARLY = 1.03
 
@@ -45,6 +51,22 @@ class _Timings(StepCost):
             self.steps[key] = load, ms
 
 
+class _SizeTimings(StepCost):
+    """Keeps the times of steps with `efficient_tokens` tokens instead of learning from them.
+
+    Attributes:
+        ms: milliseconds of these steps, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ms: list[float] = []
+
+    def observe(self, load: StepLoad, ms: float, rate: float = 0.0) -> None:
+        if load.tokens == self.efficient_tokens:
+            self.ms.append(ms)
+
+
 def measured_cost(
     runner: Runner, budget_s: float, step_ms: float | None, clock: Clock = time.monotonic
 ) -> StepCost:
@@ -52,7 +74,7 @@ def measured_cost(
 
     The steps are decodes of one row and of many rows, prompts of several lengths, and a prompt that
     continues behind a long context. The engine runs them, and so the graphs and kernels that serve.
-    Then steps of several sizes are compared, in as much time again.
+    Then steps of several sizes are compared, in twice as much time.
 
     Args:
         runner: the runner of a loaded model.
@@ -84,7 +106,8 @@ def measured_cost(
     cost = StepCost(info.num_weight_tokens, info.expert_share)
     cost.fit(list(timings.steps.values()))
     bound_ms = cost.default_step_ms if step_ms is None else step_ms
-    cost.efficient_tokens = _efficient_tokens(runner, cost, budget_s, bound_ms, clock)
+    sizes_s = _SIZES_SHARE * budget_s
+    cost.efficient_tokens = _efficient_tokens(runner, cost, sizes_s, bound_ms, clock)
     return cost
 
 
@@ -97,9 +120,10 @@ def _efficient_tokens(
     of them is the best, there is no bound, and the result is `sys.maxsize`.
 
     A GPU's GEMM tiles fill all SMs only at some sizes: a step of 1,056 tokens of an 8B model takes
-    a sixth longer than a step of 1,024 tokens.
+    a sixth longer than a step of 1,024 tokens. Several steps of a size are timed one right behind
+    the other, because a GPU is slower under load than in a single step.
     """
-    timings, info = _Timings(), runner.info
+    timings, info = _SizeTimings(), runner.info
     engine = _engine(runner, timings, clock)
     began, ms_per_token = clock(), dict[int, float]()
     most = min(info.max_batched_tokens, info.num_blocks * info.block_size)
@@ -110,14 +134,13 @@ def _efficient_tokens(
             served.add_chunk(0, size // count)
         ms, left_ms = cost.predict(served), 1e3 * (budget_s + began - clock())
         fits = count <= info.max_num_sequences and size // count < info.max_model_len
-        if not fits or ms > step_ms or _ROUNDS * ms > left_ms:
+        if not fits or ms > step_ms or _STEPS * ms > left_ms:
             break
-        for _ in range(_ROUNDS):
-            _run(engine, count, size // count, num_tokens=1)
+        timings.ms, timings.efficient_tokens = [], size
+        _run(engine, _STEPS * count, size // count, num_tokens=1)
         # With too few blocks, the prompts were computed in two steps, neither of which is this
         # size.
-        of_size = [ms for timed, ms in timings.steps.values() if timed.tokens == size]
-        ms_per_token[size] = min(of_size, default=math.inf) / size
+        ms_per_token[size] = statistics.median(timings.ms[_SETTLING:] or [math.inf]) / size
     nearly = _NEARLY * min(ms_per_token.values(), default=0.0)
     best = next((size for size, ms in ms_per_token.items() if ms <= nearly), sys.maxsize)
     return best if best < max(ms_per_token, default=0) else sys.maxsize

@@ -261,6 +261,27 @@ def test_a_step_has_the_size_at_which_a_token_takes_the_least_time(
     assert measured_cost(runner, 60.0, step_ms, lambda: now).efficient_tokens == efficient
 
 
+def test_sizes_are_compared_by_the_times_of_steps_under_load() -> None:
+    """A device whose first steps of a size are faster than the others, if their tiles are full."""
+    now, last, repeats = 0.0, 0, 0
+
+    def compute(step: Step) -> None:
+        nonlocal now, last, repeats
+        tokens = sum(step.compute.lengths)
+        repeats = repeats + 1 if tokens == last else 0
+        last = tokens
+        per_token = 0.018 if tokens == 1024 and repeats < 2 else 0.02
+        now += (3 + max(4, per_token * tokens)) / 1e3
+
+    runner = FakeRunner(
+        runner_info(
+            num_blocks=3000, max_model_len=2000, max_batched_tokens=8192, num_weight_tokens=10**9
+        )
+    )
+    runner.on_execute = compute
+    assert measured_cost(runner, 60.0, 60.0, lambda: now).efficient_tokens == 1536
+
+
 def test_what_takes_too_long_is_not_timed() -> None:
     runner = FakeRunner(runner_info(num_blocks=600, max_model_len=2000, max_batched_tokens=1024))
     assert measured_cost(runner, budget_s=0.0, step_ms=40.0).predict(SERVED[0]) > 0
