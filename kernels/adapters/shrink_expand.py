@@ -30,9 +30,11 @@ from torch import Tensor
 
 from kernels.adapters.factors import LEAST_RANK, AdapterRows, Norm, SlotFactors, padded_rank
 from kernels.dependent_launch import wait_for_earlier
+from kernels.gemm import prefetch
 from kernels.gemm.add_norm import rms_norm
 from kernels.gemm.changes import load_factors
 from kernels.gemm.gemv import normed
+from kernels.gemm.prefetch import Prefetch
 from kernels.gemm.silu_mul import swiglu
 from kernels.gemm.skinny_gemm import load_reduced
 
@@ -67,9 +69,12 @@ def expand_adapters_swiglu(
 
 
 def shrink_adapters(
-    x: Tensor, norm: Norm | None, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0
-) -> Tensor:
+    x: Tensor, norm: Norm | None, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0,
+    weight: Prefetch | None = None,
+) -> Tensor:  # fmt: skip
     """Implements `plain.shrink_adapters`, with partial products in float32.
+
+    CTAs of their own load a part of the layer's `weight` into the L2 cache.
 
     The kernel normalizes a single token itself, because a separate norm would add a launch.
     """
@@ -89,7 +94,9 @@ def shrink_adapters(
     span = triton.cdiv(triton.cdiv(num_columns, splits), _SHRINK_COLUMNS) * _SHRINK_COLUMNS
     splits = triton.cdiv(num_columns, span)
     out = torch.empty(splits, num_tokens, modules, rank, dtype=torch.float32, device=x.device)
-    _shrink_kernel[(rows.last - rows.first) * tiles, blocks, splits](
+    own = (rows.last - rows.first) * tiles
+    others = 0 if weight is None else triton.cdiv(weight.num_ctas, blocks * splits)
+    _shrink_kernel[own + others, blocks, splits](
         x,
         factors.a,
         rows.slots,
@@ -101,6 +108,8 @@ def shrink_adapters(
         num_columns,
         height,
         span,
+        own,
+        *(prefetch.NOTHING if weight is None else weight.arguments),
         TOKENS=tokens,
         ROWS=tile,
         TILE=_SHRINK_COLUMNS // 2 if is_wide else _SHRINK_COLUMNS,
@@ -220,7 +229,7 @@ def _expand_many(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_slot"])
+@triton.jit(do_not_specialize=["num_tokens", "first_slot", "own"])
 def _shrink_kernel(
     x_ptr,
     a_ptr,
@@ -233,6 +242,14 @@ def _shrink_kernel(
     num_columns,
     height,
     span,
+    own,
+    fetch_ptr,
+    fetch_count,
+    fetch_start,
+    fetch_inner,
+    fetch_outer,
+    fetch_step,
+    fetch_size,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -241,21 +258,36 @@ def _shrink_kernel(
 ):
     """Computes a tile of rows of a slot's `a`, `[height, num_columns]`, for a tile of tokens.
 
-    WIDTH is 0 if the kernel does not normalize its input.
+    WIDTH is 0 if the kernel does not normalize its input. CTAs from `own` on load a weight.
     """
+    if fetch_ptr is not None:
+        other = tl.program_id(0) - own
+        if other >= 0:
+            other = (other * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2)
+            prefetch.ask(
+                other + tl.program_id(2),
+                fetch_ptr,
+                fetch_count,
+                fetch_start,
+                fetch_inner,
+                fetch_outer,
+                fetch_step,
+                fetch_size,
+            )
+            return
     tiles = (height + ROWS - 1) // ROWS
     slot = first_slot + tl.program_id(0) // tiles
     row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
     is_row = row < height
-    own = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1) == slot
+    is_own = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1) == slot
     column = split * span + tl.arange(0, TILE)
     weights = a_ptr + (slot.to(tl.int64) * height + row)[:, None] * num_columns + column[None, :]
     inputs = x_ptr + token.to(tl.int64)[:, None] * num_columns + column[None, :]
     # A CTA without tokens waits, too: the next kernel waits for this one alone.
     wait_for_earlier(PDL)
-    if tl.max(own.to(tl.int32), 0) > 0:
+    if tl.max(is_own.to(tl.int32), 0) > 0:
         scale = 1.0
         if WIDTH:
             each = tl.arange(0, WIDTH)
@@ -265,14 +297,14 @@ def _shrink_kernel(
         for at in tl.range(0, span, TILE):
             inside = column + at < num_columns
             weight = tl.load(weights + at, mask=is_row[:, None] & inside[None, :], other=0.0)
-            x = tl.load(inputs + at, mask=own[:, None] & inside[None, :], other=0.0)
+            x = tl.load(inputs + at, mask=is_own[:, None] & inside[None, :], other=0.0)
             if WIDTH:
                 norm = tl.load(norm_ptr + column + at, mask=inside, other=0.0)
                 x = normed(x.to(tl.float32), norm[None, :], scale, weight.dtype)
                 x = x.to(weight.dtype)
             acc = tl.dot(x, tl.trans(weight), acc)
         place = (split * num_tokens + token).to(tl.int64)[:, None] * height + row[None, :]
-        tl.store(out_ptr + place, acc, mask=own[:, None] & is_row[None, :])
+        tl.store(out_ptr + place, acc, mask=is_own[:, None] & is_row[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_slot", "last_slot", "modules"])

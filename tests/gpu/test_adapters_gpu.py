@@ -46,6 +46,7 @@ from kernels.adapters import shrink_expand
 from kernels.device import DeviceFacts
 from kernels.gemm import gemv, skinny_gemm
 from kernels.gemm.changes import Changes
+from kernels.gemm.prefetch import first_columns
 
 pytestmark = pytest.mark.gpu
 SLOTS = 8
@@ -144,7 +145,8 @@ def test_gemvs_add_the_change_of_one_token(sizes: tuple[int, ...], rank: int) ->
         slots = torch.tensor([slot], device=CUDA)
 
         def change(x: Tensor, norm: Tensor | None, slots: Tensor = slots) -> gemv.Change:
-            products = gemv.shrink(x, norm, 1e-6, factors.a, slots, pdl=2)
+            behind = gemv.held("norm_linear", weight, 132)
+            products = gemv.shrink(x, norm, 1e-6, factors.a, slots, pdl=2, weight=behind)
             return gemv.Change(products, factors.b, factors.sizes, slots)
 
         normed = rms_norm(x, norm, 1e-6)
@@ -187,7 +189,10 @@ def test_skinny_gemms_add_the_changes_of_a_few_tokens(
         slots = slots_of(count, kind)
         rows = AdapterRows(slots, SLOTS, 0, SLOTS)
         wanted = exact(x.double() @ weight.double().T, x, factors, slots)
-        products = shrink_expand.shrink_adapters(x, None, factors, rows, pdl=2)
+        columns_of_splits = first_columns(weight, split.span(columns))
+        products = shrink_expand.shrink_adapters(
+            x, None, factors, rows, pdl=2, weight=columns_of_splits
+        )
         given["changes"] = Changes(products, factors.b, sizes, slots, 0, SLOTS)
         base: dict[str, Any] = {**given, "changes": None}
         found = skinny_gemm.split_k_partials(x, weight, None, split, **given)

@@ -271,9 +271,12 @@ def _adapted_gemv(facts: KernelFacts) -> Kernel:
         assert layer.adapters is not None
         factors, pdl = layer.adapters.factors, facts.pdl
         scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        products = gemv.shrink(x, scale, eps, factors.a, rows.slots, pdl=pdl)
-        change = gemv.Change(products, factors.b, factors.sizes, rows.slots)
         weight, bias = layer.method.weight(layer), layer.bias
+        kind = "norm_swiglu" if is_swiglu else "linear" if norm is None else "norm_linear"
+        kind = kind if residual is None else "linear_residual"
+        behind = gemv.held(kind, weight, facts.device.num_sms) if pdl else None
+        products = gemv.shrink(x, scale, eps, factors.a, rows.slots, pdl=pdl, weight=behind)
+        change = gemv.Change(products, factors.b, factors.sizes, rows.slots)
         if scale is not None:
             kernel = gemv.norm_swiglu if is_swiglu else gemv.norm_linear
             return kernel(x, scale, eps, weight, bias, pdl=pdl, change=change)
@@ -288,6 +291,7 @@ def _adapted_gemv(facts: KernelFacts) -> Kernel:
 def _adapted_skinny(facts: KernelFacts) -> Kernel:
     from kernels.adapters import shrink_expand
     from kernels.gemm.changes import Changes
+    from kernels.gemm.prefetch import first_columns
 
     partials, swiglu = _skinny(facts, "split_k_partials"), _skinny(facts, "linear_swiglu")
     split_k = cache(partial(tuning.split_k_config, facts.device))
@@ -301,7 +305,10 @@ def _adapted_skinny(facts: KernelFacts) -> Kernel:
             return None
         if any(size % config.rows for size in factors.sizes):  # a tile would have two modules
             return None
-        products = shrink_expand.shrink_adapters(x, None, factors, rows, pdl=facts.pdl)
+        columns = first_columns(layer.weight, config.span(layer.in_features))
+        products = shrink_expand.shrink_adapters(
+            x, None, factors, rows, pdl=facts.pdl, weight=columns
+        )
         kernel = swiglu if is_swiglu else partials
         changes = Changes(products, factors.b, factors.sizes, rows.slots, rows.first, rows.last)
         return kernel(x, layer.weight, layer.bias, config, changes=changes)
