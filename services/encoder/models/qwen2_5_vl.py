@@ -7,11 +7,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from services.common.families.qwen2_5_vl import WindowTower
 from services.common.geometry import Grid
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Linear
+from services.common.nn.linear import Linear, UnquantizedLinear
 from services.encoder.models.patch_embed import PatchEmbed
 from services.encoder.models.positions import VisionLayout
 from services.encoder.models.qwen2_vl import Merger, rotary_positions, tower_weights
@@ -25,6 +26,7 @@ from services.encoder.models.window_layout import (
 from services.encoder.operations.ops import Ops
 
 _RMS_NORM_EPS = 1e-6
+_PADDED_TO = 64  # columns of a stage of a GEMM
 
 
 class VisionTower(nn.Module):
@@ -118,18 +120,56 @@ class Block(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The feed-forward network of a block: `down(silu(gate(x)) * up(x))`."""
+    """The feed-forward network of a block: `down(silu(gate(x)) * up(x))`.
+
+    Weights that are not quantized are padded (`PaddedRows`, `PaddedColumns`).
+    """
 
     def __init__(self, spec: WindowTower, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
-        inner = spec.intermediate_size
+        inner = self._inner_size = spec.intermediate_size
         self.gate_up_proj = Linear(
-            spec.hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=True
+            spec.hidden_size, {"gate_proj": inner, "up_proj": inner}, True, PaddedRows()
         )
-        self.down_proj = Linear(inner, spec.hidden_size, bias=True)
+        self.down_proj = Linear(inner, spec.hidden_size, True, PaddedColumns())
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """Computes the network of `x`, `[N, hidden]`. Returns the result of `project_back`."""
         inner = self.ops.silu_and_mul(project(x, self.gate_up_proj, self.ops))
-        return project_back(inner, self.down_proj, residual, self.ops)
+        down = self.down_proj
+        num_columns = down.weight.shape[1] if down.is_plain else self._inner_size
+        if inner.shape[1] != num_columns:  # Only one of the layers is quantized.
+            inner = F.pad(inner, (0, num_columns - inner.shape[1]))
+        return project_back(inner, down, residual, self.ops)
+
+
+class PaddedRows(UnquantizedLinear):
+    """Weights whose modules each have a number of rows that is a multiple of `_PADDED_TO`.
+
+    The published towers have 3,420 rows, and a row of 3,420 numbers of 16 bits is not a multiple of
+    16 bytes. GEMMs of Hopper and loads of 16 bytes cannot read such rows. Zeros change no result.
+    """
+
+    def process_weights_after_loading(self, layer: Linear) -> None:
+        """Adds rows of zeros behind the rows of each module."""
+        sizes = list(layer.parts.values())
+        for name in ("weight", "bias"):
+            parts = getattr(layer, name).data.split(sizes)
+            padded = torch.cat([_padded(part, 0) for part in parts])
+            setattr(layer, name, nn.Parameter(padded, requires_grad=False))
+
+
+class PaddedColumns(UnquantizedLinear):
+    """Weights that have as many columns as `PaddedRows` gives the layer before."""
+
+    def process_weights_after_loading(self, layer: Linear) -> None:
+        """Adds columns of zeros."""
+        layer.weight = nn.Parameter(_padded(layer.weight.data, 1), requires_grad=False)
+
+
+def _padded(tensor: Tensor, axis: int) -> Tensor:
+    """Adds zeros until the size along an axis is a multiple of `_PADDED_TO`."""
+    shape = list(tensor.shape)
+    shape[axis] = -shape[axis] % _PADDED_TO
+    return torch.cat((tensor, tensor.new_zeros(shape)), axis)
