@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from msgspec import structs
@@ -23,7 +24,7 @@ from tests.known_drafts import KnownDrafts, from_answer
 from tests.parity.mtp_oracle import Head, drafts_of, make_with_head
 from tests.parity.oracle import Prompt
 from tests.parity.qwen3_5_oracle import CONFIGS
-from tests.parity.test_same_answers import Bench, Part
+from tests.parity.test_same_answers import Bench, Part, Question
 
 NUM_TOKENS = 12
 SHAPES: tuple[tuple[Part, ...], ...] = ((5, (8, 12), 45), (50,), (3, (8, 12), 5, (6, 4), 20))
@@ -142,13 +143,14 @@ class OnDevice:
     Args:
         engine: the engine, whose runner drafts.
         answers: the known answers.
+        share: probability that a draft is right.
     """
 
-    def __init__(self, engine: Engine, answers: dict[int, list[int]]) -> None:
+    def __init__(self, engine: Engine, answers: dict[int, list[int]], share: float = 0.8) -> None:
         assert isinstance(engine.runner, DraftingRunner)
         self._engine, self._answers, self._drafter = engine, answers, engine.runner.drafter
         self._draft = self._drafter.draft
-        self._draw = random.Random(0)
+        self._share, self._draw = share, random.Random(0)
 
     def draft(self, token_ids: torch.Tensor | None) -> torch.Tensor:
         """Drafts like `Drafter.draft`."""
@@ -162,7 +164,7 @@ class OnDevice:
             while given[accepted : accepted + 1] == [int(token_ids[sample + accepted])]:
                 accepted += 1
             for place in range(found.shape[1]):
-                if found[group, place] >= 0 and self._draw.random() < 0.8:
+                if found[group, place] >= 0 and self._draw.random() < self._share:
                     right = index + accepted + 2 + place
                     answer = self._answers[sequences[row].sequence_id]
                     found[group, place] = from_answer(sequences[row].message, answer, right)
@@ -222,3 +224,63 @@ def test_penalties_count_drafts_that_the_host_knows(bench: Heads, parameter: str
         found = engine.stats().drafts
         assert found is not None and found.num_accepted >= 10
         assert bool(amend.call_count) is not has_penalty
+
+
+@pytest.mark.parametrize(("length", "num_blocks"), [(7, 40), (11, 40), (11, 8)])
+def test_drafts_end_with_the_context_and_with_free_blocks(
+    bench: Heads, length: int, num_blocks: int
+) -> None:
+    """The host offers as many drafts as the device has blocks for, and no step goes beyond them."""
+    prompt = bench.prompt(0).token_ids
+    assert len(prompt) % 16 == 12  # the context enters another block
+    block_bytes = (64 << 20) // bench.engine(max_drafts=4, draft_head=True).info.num_blocks
+    engine = bench.engine(
+        max_drafts=4, draft_head=True, max_num_sequences=16, overlap=True,
+        max_model_len=len(prompt) + length,
+        kv_cache_bytes=(1 + num_blocks) * block_bytes,  # with the scratch block
+    )  # fmt: skip
+    assert isinstance(engine.runner, DraftingRunner) and engine.info.num_blocks == num_blocks
+    drafter, amend = engine.runner.drafter, engine.runner.drafter.amend
+    num_amended = 0
+
+    def checked(buffer: torch.Tensor, amends: torch.Tensor) -> None:
+        nonlocal num_amended
+        assert drafter.drafts is not None
+        assert (drafter.drafts.view(-1)[amends[1]] >= 0).all(), "a draft that was not made"
+        num_amended += 1
+        amend(buffer, amends)
+
+    with (
+        mock.patch.object(drafter, "draft", OnDevice(engine, bench.answers, 1.0).draft),
+        mock.patch.object(drafter, "amend", checked),
+    ):
+        assert bench.ask(engine, [0]) == {0: bench.answers[0][:length]}
+    assert num_amended >= 2
+
+
+def test_the_head_drafts_beyond_32_768_positions_what_it_drafts_at_the_start(bench: Heads) -> None:
+    """Rotary positions are relative, so that only rounding differs."""
+    questions: list[Question] = []
+    for number, question in enumerate(bench.questions):
+        count = len(bench.prompt(number).token_ids)
+        positions = np.arange(count) + np.zeros((3, 1))
+        if question.message.positions:
+            positions = np.frombuffer(question.message.positions, np.int32).reshape(3, -1)
+        message = structs.replace(
+            question.message,
+            positions=(positions + 40_000).astype(np.int32).tobytes(),
+            position_delta=question.message.position_delta + 40_000,
+        )
+        questions.append(replace(question, message=message))
+    with mock.patch.object(bench, "questions", questions):
+        engine, sources = bench.drafting(None)
+        found = bench.ask(engine, range(len(SHAPES)))
+    pairs = [
+        (draft, right)
+        for number, expected in bench.expected.items()
+        for end, drafts in sources.drafts[number].items()
+        if found[number] == bench.answers[number]
+        for draft, right in zip(drafts, expected[end], strict=False)
+    ]
+    assert len(pairs) > 10
+    assert sum(draft == right for draft, right in pairs) > 0.9 * len(pairs)

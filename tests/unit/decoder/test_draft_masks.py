@@ -85,3 +85,23 @@ async def test_masks_behind_drafts_are_those_of_a_fresh_matcher(grammars, name, 
         generated.append(token)
         matcher.consume([token])
     assert num_filled > 0 and num_refused > 0
+
+
+class PanicException(BaseException):
+    """As pyo3's."""
+
+
+async def test_a_grammar_that_crashes_behind_a_draft_costs_the_drafts_alone(grammars, monkeypatch):
+    matcher = await grammars.matcher(CONSTRAINTS["regex"])
+    rows = np.zeros((3, grammars.num_mask_words), np.int32)
+    rows[0] = filled(matcher, grammars.num_mask_words)
+    first, *_ = allowed(rows[0])
+    assert grammars.fill_drafts(matcher, [first], rows) == 1
+
+    def panics(*_):
+        raise PanicException
+
+    monkeypatch.setattr(type(matcher.grammar), "copy", panics)
+    assert grammars.fill_drafts(matcher, [first], rows) == 0
+    assert allowed(filled(matcher, grammars.num_mask_words)) == allowed(rows[0])
+    matcher.consume([first])
