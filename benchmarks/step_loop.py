@@ -126,6 +126,9 @@ class _Pending:
     def is_computed(self) -> bool:
         return self.runner.now >= self.done_at
 
+    def is_done(self) -> bool:
+        return self.runner.now >= self.done_at
+
     def put_mask(self, index: int, mask: Int32Array) -> None:
         raise NotImplementedError
 

@@ -194,6 +194,9 @@ class FakePending:
     def is_computed(self) -> bool:
         return self.runner.computes_at_once
 
+    def is_done(self) -> bool:
+        return self.output is not None
+
     def put_mask(self, index: int, mask: np.ndarray) -> None:
         assert not self.sampled and self.runner.newest_step is self.step
         self.masks[index] = mask.copy()

@@ -92,6 +92,9 @@ class TimedPending:
     def is_computed(self) -> bool:
         return True
 
+    def is_done(self) -> bool:
+        return self.device.clock.ms >= self.ms
+
     def result(self) -> StepOutput:
         self.device.clock.ms = max(self.device.clock.ms, self.ms) + POSTPROCESS_MS
         return self.pending.result()

@@ -23,6 +23,7 @@ from kernels.sampling import ALL_MASKED, NOT_FINITE
 from services.common.clock import Clock
 from services.common.errors import InternalError, InvalidRequest, NoTokenAllowed, TriptychError
 from services.decoder.engine.draft_reader import DraftReader
+from services.decoder.engine.launch_gate import LaunchGate
 from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import (
     AbortSequence,
@@ -124,6 +125,7 @@ class Engine:
         self.pending: deque[tuple[int, Batch, PendingStep]] = deque()
         self.planned: tuple[Batch, Step] | None = None
         self.gate = MaskGate(info.vocab_size, clock)
+        self._launch_gate = LaunchGate(self.scheduler, self._times, clock)
         self._events: list[SequenceEvent] = []
         self._images_read: list[ImagesOf] = []
         # When the front gets the end event of a sequence, it gives the memory of the sequence's
@@ -141,19 +143,18 @@ class Engine:
 
     @property
     def waits(self) -> bool:
-        """True if `step` should be called later, because a launched step waits for token masks."""
-        return self.gate.waits
+        """True if `step` should be called later, for token masks or requests that may arrive."""
+        return self.gate.waits if self.gate.unsampled else self._launch_gate.waits(self.pending)
 
     def find(self, sequence_id: int) -> Sequence | None:
         """Returns the sequence with this id. None if it has ended."""
         return self.sequences.get(sequence_id)
 
     def plan(self) -> None:
-        """Plans the next step ahead, while the launched step waits for token masks, so that the
-        next step can be launched sooner. If a message arrives that changes which sequences take
-        part in the next step, the plan is discarded and made again.
+        """Plans the next step ahead, while the launched step waits for token masks. If a message
+        changes which sequences take part in the next step, the plan is discarded and made again.
         """
-        if self.planned is None and self.scheduler.is_steady:
+        if self.planned is None and self.gate.waits and self.scheduler.is_steady:
             batch = self.scheduler.schedule()
             if batch.chunks:
                 self.planned = batch, self._blocks.copies.add_to(batch.to_step())
@@ -221,8 +222,7 @@ class Engine:
             self._finish(sequence, error=InternalError(problem))
             return
         sequence.num_masked, sequence.draft_masks = num_generated, list(draft_masks)
-        # If no launched step waits for the mask, the sequence takes part in the next step. If that
-        # step is planned already, it has to be planned again, with this sequence.
+        # If no launched step waits for the mask, the sequence takes part in the next step.
         if not self.gate.put(sequence, mask):
             self._discard_plan()
         self.scheduler.mask_ready(sequence, mask)

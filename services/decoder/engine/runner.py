@@ -13,6 +13,10 @@ class PendingStep(Protocol):
         """Returns whether a step with late masks is computed and could be sampled."""
         ...
 
+    def is_done(self) -> bool:
+        """Returns whether the step's tokens are on the host, so that `result` would not wait."""
+        ...
+
     def put_mask(self, index: int, mask: Int32Array) -> None:
         """Copies the mask of `SampleStep.late[index]`; a later copy replaces an earlier one."""
         ...

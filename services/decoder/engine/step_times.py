@@ -41,6 +41,15 @@ class StepTimes:
         if not in_flight:
             self._busy_since = now
 
+    def expected_end(self, batch: Batch) -> float:
+        """Returns when the device should have computed a step, by the engine's clock.
+
+        Args:
+            batch: plan of the launched step that the device computes now.
+        """
+        load = batch.load or _load_of_decodes(batch)
+        return max(self._read_at, batch.launched_at) + self.cost.predict(load) / 1e3
+
     def drafted(self, seconds: float, *, in_flight: bool) -> None:
         """Notes for how long the device drafted behind the tokens that are read now, see `read`."""
         if not in_flight:
@@ -67,15 +76,21 @@ class StepTimes:
         ms = (now - max(self._read_at, batch.launched_at)) * 1e3
         whole_ms, self._read_at = (now - self._read_at) * 1e3, now
         load = batch.load
-        num_drafts = batch.num_drafts
-        self._has_drafts |= num_drafts > 0
+        self._has_drafts |= batch.num_drafts > 0
         # The price of drafts is a difference to steps without them, which therefore all count.
         is_used = self._has_drafts or self.num_steps % self.cost.decode_period == 0
         if load is None and is_used:
-            load = StepLoad(len(batch.chunks), batch.num_tokens - num_drafts, drafts=num_drafts)
-            limits = [chunk.limit - len(chunk.drafts) for chunk in batch.chunks]
-            keys = [c.start + 1 for c in batch.chunks]
-            load.keys = sum([n * key for n, key in zip(limits, keys, strict=True)])
+            load = _load_of_decodes(batch)
         if load is not None and not batch.late and not batch.has_loads:
             self.cost.observe(load, ms)
         return whole_ms
+
+
+def _load_of_decodes(batch: Batch) -> StepLoad:
+    """Returns the work of a step without prompts."""
+    num_drafts = batch.num_drafts
+    load = StepLoad(len(batch.chunks), batch.num_tokens - num_drafts, drafts=num_drafts)
+    limits = [chunk.limit - len(chunk.drafts) for chunk in batch.chunks]
+    keys = [chunk.start + 1 for chunk in batch.chunks]
+    load.keys = sum([n * key for n, key in zip(limits, keys, strict=True)])
+    return load

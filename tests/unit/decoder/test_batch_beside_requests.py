@@ -1,22 +1,22 @@
 """Lines of a batch beside requests: the first tokens of requests come as soon as without the batch.
 
-A simulated day of a scheduler, in the time of a simulated device: each step takes as long as about
-that of the 8B in bf16 on one H200, and the scheduler learns it from the steps. Requests of 1,000
-tokens arrive at random; the batch always has as many lines of 500 tokens as `LineTurns` allows.
+A simulated day of an engine, in the time of a simulated device: each step takes as long as about
+that of the 8B in bf16 on one H200, and the engine learns it from the steps. Requests of 210 or
+1,000 tokens arrive at random; the batch always has as many lines of 500 tokens as `LineTurns`
+allows.
 """
 
 import random
 from dataclasses import dataclass, field
+from functools import cache
 
+import numpy as np
 import pytest
 
-from services.decoder.engine.messages import ImageSpan
-from services.decoder.engine.schedule.batch import Batch
-from services.decoder.engine.schedule.block_manager import BlockManager
-from services.decoder.engine.schedule.scheduler import Scheduler
-from services.decoder.engine.schedule.sequence import Sequence
-from services.decoder.engine.schedule.speculation import Speculation
+from services.decoder.engine.engine import Engine
+from services.decoder.engine.messages import EngineInfo, ImageSpan
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
+from services.decoder.engine.step import Int32Array, Step, StepOutput
 from services.gateway.batches.line_turns import LineTurns
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import add_message, runner_info
@@ -24,7 +24,9 @@ from tests.integrity import check_scheduler
 
 STEP_MS = 40.0  # the setting's default
 MOST_LINES = 128
-TICK_MS = 500.0
+TICK_MS, SECONDS = 500.0, 30
+# Milliseconds in which the host plans and launches a step, and between two looks at messages.
+HOST_MS, POLL_MS = 0.5, 0.02
 
 
 def duration(load: StepLoad) -> float:
@@ -51,114 +53,181 @@ class Day:
     Attributes:
         first_ms: time to the first token of each request, ascending.
         num_lines: number of lines that have ended.
+        busy: share of the time in which the device has computed.
     """
 
     first_ms: list[float] = field(default_factory=list)
     num_lines: int = 0
+    busy: float = 0.0
 
     @property
     def p99(self) -> float:
         return self.first_ms[int(0.99 * len(self.first_ms))]
 
 
-def load_of(batch: Batch) -> StepLoad:
-    load = StepLoad()
-    for chunk in batch.chunks:
-        if chunk.start >= chunk.sequence.num_prompt_tokens:
-            load = StepLoad(load.rows + 1, load.tokens + 1, load.pairs, load.keys + chunk.start + 1)
-        else:
-            load.add_chunk(chunk.start, chunk.length)
-    return load
+class Device:
+    """A runner in simulated time.
+
+    Attributes:
+        now: time in milliseconds.
+        busy_ms: how long the device has computed.
+    """
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+        self.now = self.busy_ms = self._free_at = 0.0
+
+    def clock(self) -> float:
+        return self.now / 1e3
+
+    def prepare(self, step: Step) -> None:
+        raise NotImplementedError
+
+    def execute(self, step: Step) -> "Launched":
+        self.now += HOST_MS
+        compute = step.compute
+        is_prompt = (compute.lengths > 1) | (compute.starts == 0)
+        load = StepLoad(int((~is_prompt).sum()), int(compute.lengths.sum()))
+        load.keys = int((compute.starts[~is_prompt] + 1).sum())
+        load.pairs = float(
+            (compute.lengths * (compute.starts + compute.lengths / 2))[is_prompt].sum()
+        )
+        ms = duration(load)
+        self.busy_ms += ms
+        self._free_at = max(self._free_at, self.now) + ms
+        return Launched(self, self._free_at, len(compute.samples))
+
+
+@dataclass
+class Launched:
+    """A launched step of a `Device`."""
+
+    device: Device
+    ends_at: float
+    num_samples: int
+
+    def is_computed(self) -> bool:
+        return True
+
+    def is_done(self) -> bool:
+        return self.device.now >= self.ends_at
+
+    def put_mask(self, index: int, mask: Int32Array) -> None:
+        raise NotImplementedError
+
+    def sample(self) -> None:
+        raise NotImplementedError
+
+    def drafts(self) -> None:
+        return None
+
+    def result(self) -> StepOutput:
+        self.device.now = max(self.device.now, self.ends_at)
+        ones = np.ones(self.num_samples, np.int32)
+        return StepOutput(ones[:, None], ones, {}, [])
 
 
 class Simulation:
-    """One decoder.
+    """One decoder, whose engine launches steps before it has the tokens of the step before.
 
     Args:
         rate: requests a second.
         seconds: length of the day.
         has_batch: True if a batch without an end runs.
+        num_prompt: number of tokens of a request's prompt.
     """
 
-    def __init__(self, rate: float, seconds: float, *, has_batch: bool) -> None:
+    def __init__(
+        self, rate: float, seconds: float, *, has_batch: bool, num_prompt: int = 1000
+    ) -> None:
         info = runner_info(
             num_blocks=20_000, max_num_sequences=256, max_batched_tokens=8192,
             max_model_len=8192, block_size=16,
         )  # fmt: skip
-        self.cost, self.now, self.day = known_cost(), 0.0, Day()
-        self.scheduler = Scheduler(
-            info, BlockManager(20_000, 16), late_masks=False, step_ms=STEP_MS, step_cost=self.cost,
-            speculation=Speculation(info, 0, self.cost, step_ms=STEP_MS, overlap=False),
+        self.device, self.day = Device(info), Day()
+        self.engine = Engine(
+            self.device, overlap=True, step_ms=STEP_MS, step_cost=known_cost(),
+            clock=self.device.clock,
         )  # fmt: skip
         self._rng, self._seconds, self._has_batch = random.Random(1), seconds, has_batch
+        self._num_prompt = num_prompt
         self._arrivals: list[float] = []
         while not self._arrivals or self._arrivals[-1] < seconds * 1e3:
             last = self._arrivals[-1] if self._arrivals else 0.0
             self._arrivals.append(last + self._rng.expovariate(rate) * 1e3)
         self._turns, self._ticked_at, self._number = LineTurns(MOST_LINES), 0.0, 0
         self._arrived_at: dict[int, float] = {}
+        self._lines: set[int] = set()
 
     def run(self) -> Day:
-        while self.now < self._seconds * 1e3:
-            while self._arrivals[0] <= self.now:
-                self._arrived_at[self._add(1000, background=False)] = self._arrivals.pop(0)
+        device, engine = self.device, self.engine
+        end = self._arrivals.pop()
+        while device.now < end:
+            while self._arrivals and self._arrivals[0] <= device.now:
+                number = self.add(self._num_prompt, background=False)
+                self._arrived_at[number] = self._arrivals.pop(0)
             if self._has_batch:
                 self._add_lines()
-            batch = self.scheduler.schedule()
-            if not batch.chunks:
-                self.now = self._arrivals[0]
-                continue
-            load = load_of(batch)
-            self.now += duration(load)
-            self.cost.observe(load, duration(load))
-            for chunk in batch.chunks:
-                self.scheduler.blocks.register(chunk.sequence)
-                if chunk.samples:
-                    self._token_arrived(chunk.sequence)
-        check_scheduler(self.scheduler)
+            if engine.waits:
+                device.now += POLL_MS
+            elif engine.has_work:
+                self.step()
+            else:
+                device.now = self._arrivals[0] if self._arrivals else end
+        check_scheduler(engine.scheduler)
         self.day.first_ms.sort()
+        self.day.busy = device.busy_ms / device.now
         return self.day
 
-    def _add_lines(self) -> None:
-        if self.now - self._ticked_at > TICK_MS:
-            self._ticked_at = self.now
-            self._turns.adapt(self.scheduler.num_waiting)
-        while self._turns.num_running < self._turns.limit:
-            self._turns.num_running += 1
-            self._add(500, background=True)
-
-    def _add(self, length: int, *, background: bool) -> int:
-        self._number += 1
-        tokens = [self._rng.randrange(97) for _ in range(length)]
-        tenant = "x/batch" if background else "x"
-        message = add_message(
-            self._number, tokens, tenant=tenant, max_tokens=100, background=background
-        )
-        self.scheduler.add(Sequence(message))
-        return self._number
-
-    def _token_arrived(self, sequence: Sequence) -> None:
-        sequence.num_in_flight -= 1
-        sequence.token_ids.append(self._rng.randrange(97))
-        if (arrived := self._arrived_at.pop(sequence.sequence_id, None)) is not None:
-            self.day.first_ms.append(self.now - arrived)
-        if len(sequence.token_ids) >= sequence.max_length:
-            self.scheduler.finish(sequence)
-            if sequence.message.background:
+    def step(self) -> None:
+        """Runs a step, and notes the first tokens of requests and the ends of lines."""
+        done = self.engine.step()
+        for event in done.events if done is not None else ():
+            arrived = self._arrived_at.pop(event.sequence_id, None)
+            if arrived is not None:
+                self.day.first_ms.append(self.device.now - arrived)
+            if event.end is not None and event.sequence_id in self._lines:
                 self._turns.release()
                 self.day.num_lines += 1
 
+    def add(self, length: int, *, background: bool) -> int:
+        """Adds a request or a line, and returns its number."""
+        self._number += 1
+        tokens = [self._rng.randrange(97) for _ in range(length)]
+        tenant = "x/batch" if background else "x"
+        if background:
+            self._lines.add(self._number)
+        self.engine.add(
+            add_message(self._number, tokens, tenant=tenant, max_tokens=100, background=background)
+        )
+        return self._number
 
-@pytest.mark.parametrize("rate", [2, pytest.param(10, marks=pytest.mark.nightly)])
-def test_a_batch_delays_first_tokens_by_a_tenth_at_most(rate: float) -> None:
-    seconds = 30
-    alone = Simulation(rate, seconds, has_batch=False).run()
-    beside = Simulation(rate, seconds, has_batch=True).run()
-    print(f"{alone.p99:.1f} and {beside.p99:.1f} ms, {beside.num_lines / seconds:.1f} lines/s")
-    assert len(beside.first_ms) >= 0.9 * rate * seconds
-    assert beside.p99 <= 1.1 * alone.p99
+    def _add_lines(self) -> None:
+        if self.device.now - self._ticked_at > TICK_MS:
+            self._ticked_at = self.device.now
+            self._turns.adapt(self.engine.scheduler.num_waiting)
+        while self._turns.num_running < self._turns.limit:
+            self._turns.num_running += 1
+            self.add(500, background=True)
+
+
+@cache
+def alone(rate: float, num_prompt: int) -> Day:
+    return Simulation(rate, SECONDS, has_batch=False, num_prompt=num_prompt).run()
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_prompt"), [(10, 210), pytest.param(2, 1000, marks=pytest.mark.nightly)]
+)
+def test_a_batch_delays_first_tokens_by_a_tenth_at_most(rate: float, num_prompt: int) -> None:
+    without = alone(rate, num_prompt)
+    beside = Simulation(rate, SECONDS, has_batch=True, num_prompt=num_prompt).run()
+    print(f"{without.p99:.1f} and {beside.p99:.1f} ms, {beside.num_lines / SECONDS:.1f} lines/s")
+    assert len(beside.first_ms) >= 0.9 * rate * SECONDS
+    assert beside.p99 <= 1.1 * without.p99
     # 49 lines a second ran beside two requests a second before the batch gave way to them.
-    assert beside.num_lines / seconds > 15
+    assert beside.num_lines / SECONDS > 15
+    assert beside.busy > 0.97  # The device waits for no launch.
 
 
 def never(_: object) -> bool:
@@ -169,45 +238,58 @@ def ignored(_: object, __: object) -> None:
     pass
 
 
-@pytest.mark.parametrize("rule", ["held back", "short steps"])
+@pytest.mark.parametrize("rule", ["held back", "short steps", "late launches"])
 def test_each_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of the rules, the batch delays first tokens by more than a tenth."""
-    module = "services.decoder.engine.schedule"
-    if rule == "held back":
-        monkeypatch.setattr(
-            f"{module}.background.Background.holds", property(never, ignored), raising=False
-        )
-    else:
-        monkeypatch.setattr(f"{module}.background._QUIET_STEPS", 0)
-    alone = Simulation(2, 30, has_batch=False).run()
-    beside = Simulation(2, 30, has_batch=True).run()
-    assert beside.p99 > 1.1 * alone.p99
+    background = "services.decoder.engine.schedule.background.Background"
+    match rule:
+        case "held back":
+            monkeypatch.setattr(f"{background}.holds", property(never, ignored), raising=False)
+        case "short steps":
+            monkeypatch.setattr(f"{background}.is_short", property(never, ignored), raising=False)
+        case _:
+            monkeypatch.setattr("services.decoder.engine.launch_gate._LAUNCH_S", 1.0)
+    beside = Simulation(10, SECONDS, has_batch=True, num_prompt=210).run()
+    assert beside.p99 > 1.1 * alone(10, 210).p99
 
 
 def test_a_step_with_a_prompt_of_a_request_leaves_the_batch_out() -> None:
     simulation = Simulation(1, 1, has_batch=False)
-    scheduler = simulation.scheduler
+    scheduler = simulation.engine.scheduler
 
     def step() -> set[bool]:
-        batch = scheduler.schedule()
-        for chunk in batch.chunks:
-            if chunk.samples:
-                simulation._token_arrived(chunk.sequence)
+        simulation.step()
         check_scheduler(scheduler)
+        _, batch, _ = simulation.engine.pending[-1]
         return {chunk.sequence.message.background for chunk in batch.chunks}
 
     for _ in range(3):
-        simulation._add(500, background=True)
+        simulation.add(500, background=True)
     while scheduler.prefills.prefilling or len(scheduler.prefills.waiting):
         assert step() == {True}
-    simulation._add(1000, background=False)
-    simulation._add(500, background=True)
+    simulation.add(1000, background=False)
+    simulation.add(500, background=True)
     kinds = [step()]
     while any(not s.message.background for s in scheduler.prefills.prefilling.values()):
         kinds.append(step())
     assert kinds == [{False}] * len(kinds)
     # Then all decode together, and the batch's last prompt is computed.
     assert step() == {False, True}
+
+
+def test_steps_are_launched_ahead_again_when_no_request_has_come_for_long() -> None:
+    simulation = Simulation(1, 1, has_batch=False)
+    engine = simulation.engine
+    for _ in range(4):
+        simulation.add(50, background=True)
+    simulation.step()
+    assert not engine.waits  # there was no request yet
+    simulation.add(50, background=False)
+    assert not engine.waits  # the request waits
+    simulation.step()
+    assert engine.waits
+    simulation.device.now += duration(StepLoad(4, 4)) + duration(StepLoad(0, 50))
+    assert not engine.waits  # the device is about to be idle
 
 
 def test_a_line_waits_without_work_for_a_row_of_a_request_that_waits_for_its_image() -> None:

@@ -49,6 +49,10 @@ class HostTokens:
         self._sampling = sampling
         self._buffer = buffer
 
+    def is_there(self) -> bool:
+        """Returns whether the copies have arrived, so that `wait` would not wait."""
+        return self._buffer is None or self._buffer.copied.query()
+
     def wait(self) -> tuple[Int32Array, dict[int, list[Logprobs]]]:
         """Waits for the copies, and returns ids `[B]` and `StepOutput.logprobs`; called once."""
         token_ids = self._token_ids.numpy()
@@ -199,6 +203,9 @@ class DevicePendingStep:
 
     def is_computed(self) -> bool:
         return self.computed is None or self.computed.query()
+
+    def is_done(self) -> bool:
+        return self._output is not None or (self.tokens is not None and self.tokens.is_there())
 
     def put_mask(self, index: int, mask: Int32Array) -> None:
         assert self.late is not None

@@ -1,10 +1,12 @@
 """Decides what a step leaves out for requests that somebody waits for. Pure Python.
 
-Sequences in the background (`AddSequence.background`) are the lines of batches. Two rules keep them
-from delaying the first tokens of other sequences. A step that computes the prompt of another
-sequence leaves them out, because their tokens would lengthen the step. And a step with prompts of
+Sequences in the background (`AddSequence.background`) are the lines of batches. Three rules keep
+them from delaying the first tokens of other sequences. A step that computes the prompt of another
+sequence leaves them out, because their tokens would lengthen the step. A step with prompts of
 theirs alone is short as long as other sequences come, because a sequence that arrives while a step
-runs waits for the end of the step.
+runs waits for the end of the step. And for as long, the engine launches a step only shortly before
+the end of the step before it (`expects_others`), because a sequence that arrives after the launch
+waits for the end of both steps.
 """
 
 from collections.abc import Mapping
@@ -27,6 +29,7 @@ class Background:
     def __init__(self) -> None:
         self._num = [0, 0]  # unfinished sequences: others, and those in the background
         self.holds = self.is_short = False
+        self._step = 0
         self._busy_step = -_QUIET_STEPS  # last step with a sequence that is not in the background
 
     def add(self, sequence: Sequence) -> None:
@@ -37,6 +40,13 @@ class Background:
         """Counts a sequence that has finished."""
         self._num[sequence.message.background] -= 1
 
+    @property
+    def expects_others(self) -> bool:
+        """True if there are sequences in the background, and another sequence may arrive soon,
+        because one was there in the last steps.
+        """
+        return self._num[1] > 0 and self._step - self._busy_step < _QUIET_STEPS
+
     def begin_step(self, step: int, prefilling: Mapping[int, Sequence], waiting: Admission) -> None:
         """Decides the rules for a step.
 
@@ -46,13 +56,14 @@ class Background:
             waiting: sequences that wait for a row.
         """
         others, in_background = self._num
+        self._step = step
         if others:
             self._busy_step = step
         self.holds = self.is_short = False
         if in_background:
             prompts = any([not sequence.message.background for sequence in prefilling.values()])
             self.holds = prompts or waiting.has_foreground
-            self.is_short = not self.holds and step - self._busy_step < _QUIET_STEPS
+            self.is_short = not self.holds and self.expects_others
 
     def let_in(self) -> bool:
         """Lets sequences in the background into the step after all, because no other sequence can
