@@ -77,18 +77,19 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._template = template
 
-    def draft(self, conversation: Conversation, max_tokens: int) -> Draft:
+    def draft(self, conversation: Conversation, max_tokens: int | None) -> Draft:
         """Renders and tokenizes a conversation. No BOS token is added, because templates write it.
 
         Args:
             max_tokens: number of tokens that the prompt may have. Text that is certain to have more
-                is refused before it is tokenized.
+                is refused before it is tokenized. None if the text is known to be short.
 
         Raises:
             InvalidRequest: the template refuses the messages.
             ContextLengthExceeded: the text is so long that it cannot fit into `max_tokens` tokens.
         """
-        self._tokenizer.check_length(conversation.text, max_tokens)
+        if max_tokens is not None:
+            self._tokenizer.check_length(conversation.text, max_tokens)
         ids: list[int] = []
         tail: list[str] = []
         # `render` yields plain text and added tokens (such as `<|im_start|>`) as separate pieces,

@@ -52,11 +52,14 @@ class DraftReader:
         """
         if request.truncate_prompt_tokens is not None:
             max_tokens *= MAX_CONTEXTS_TO_CUT
-        if request.num_characters <= _INLINE_CHARS:
-            return self._read(request, max_tokens, omitted)
-        return await self.threads.run(self._read, request, max_tokens, omitted)
+        num_characters = request.num_characters
+        # A token has at least one byte, and a character at most four.
+        bound = None if 4 * num_characters <= max_tokens else max_tokens
+        if num_characters <= _INLINE_CHARS:
+            return self._read(request, bound, omitted)
+        return await self.threads.run(self._read, request, bound, omitted)
 
-    def _read(self, request: ChatRequest, max_tokens: int, omitted: range) -> Draft:
+    def _read(self, request: ChatRequest, max_tokens: int | None, omitted: range) -> Draft:
         return self.prompts.draft(self.conversations.read(request, omitted), max_tokens)
 
     async def encode(self, text: str, *, add_special_tokens: bool | None) -> list[int]:
