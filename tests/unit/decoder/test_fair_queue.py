@@ -5,9 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.schedule.scheduler import Scheduler
 from services.decoder.engine.schedule.sequence import Sequence
-from tests.fake_runner import add_message
+from services.decoder.front.submission import read_submit
+from tests.fake_runner import add_message, runner_info
 from tests.integrity import check_scheduler
 from tests.unit.decoder.test_scheduler import scheduler_of
 
@@ -186,6 +188,17 @@ def test_cached_tokens_count_as_computed() -> None:
     late = pairs("late")
     search.wait(early[-1])
     assert sum(number in search.done for number in late) <= 25
+
+
+@pytest.mark.parametrize(("task", "request_id"), [("rank", "req-1"), ("generate", "")])
+def test_the_prompts_of_a_search_belong_to_the_clients_request(task: str, request_id: str) -> None:
+    submit = pb.Submit(
+        sequence_id=5, request_id="req-1",
+        prompt_token_ids=np.arange(4, dtype="<i4").tobytes(),
+        sampling=pb.SamplingParams(top_p=1.0, repetition_penalty=1.0, max_tokens=1),
+    )  # fmt: skip
+    message, _, _ = read_submit(submit, 7, runner_info(task=task), ())
+    assert message.request == request_id
 
 
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:
