@@ -3,6 +3,7 @@
     python -m benchmarks.kernels.fp8                 # 8B shapes; about a minute on an H200
     python -m benchmarks.kernels.fp8 --shapes 2b
     python -m benchmarks.kernels.fp8 --tune          # configurations of `gemv` and skinny GEMMs
+    python -m benchmarks.kernels.fp8 --tune --shapes 27b --tokens 1
 
 For each shape and number of tokens: microseconds per call in a replayed CUDA graph, with weights
 that are not in the L2, and the relative error against the plain twin. `bf16` is `F.linear` with
@@ -30,6 +31,7 @@ from services.common.nn import fp8
 SHAPES = {
     "2b": [(4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144)],
     "8b": [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)],
+    "27b": [(16384, 5120), (34816, 5120), (5120, 17408), (5120, 6144)],
     "32b": [(10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)],
     "head": [(151936, 4096)],
 }
@@ -144,12 +146,12 @@ def compare(
     return wrong
 
 
-def tune(shapes: list[tuple[int, int]], facts: DeviceFacts) -> None:
+def tune(shapes: list[tuple[int, int]], facts: DeviceFacts, tokens: Sequence[int]) -> None:
     """Prints the three fastest configurations for each shape and number of tokens."""
     for rows, columns in shapes:
         weight = make(rows, columns, block=True)
         cold = copies(weight)
-        for num_tokens in (1, 2, 4, 16, 32, 64):
+        for num_tokens in tokens:
             x = torch.randn(num_tokens, columns, device="cuda").bfloat16()
             found: list[tuple[float, object]] = []
             for config in _configs(rows, columns, num_tokens):
@@ -173,7 +175,15 @@ def tune(shapes: list[tuple[int, int]], facts: DeviceFacts) -> None:
 def _configs(rows: int, columns: int, num_tokens: int) -> list[_Config]:
     found: list[_Config] = []
     if num_tokens == 1:
-        found += [GemvConfig(high, warps) for high in (2, 4, 8) for warps in (4, 8)]
+        whole = 1 << (columns - 1).bit_length()
+        found += [
+            GemvConfig(high, warps, tile)
+            for high, warps, tile in (
+                (8, 4, 1024), (16, 4, 1024), (16, 8, 1024), (4, 4, 2048), (8, 8, 2048),
+                (4, 8, 4096), (8, 4, 4096), (4, 8, whole), (8, 8, whole),
+            )
+            if tile <= min(whole, 16384)
+        ]  # fmt: skip
     else:
         found += [
             SkinnyConfig(high, splits, stages)
@@ -194,6 +204,7 @@ def main() -> int:
     parser.add_argument("--shapes", default="8b", choices=[*SHAPES, "all"])
     parser.add_argument("--bandwidth", type=float, default=4.8, help="TB/s, for the floor")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tokens", default="1,2,4,16,32,64", help="numbers of tokens to tune")
     options = parser.parse_args()
     shapes = [
         shape
@@ -204,7 +215,7 @@ def main() -> int:
     facts = DeviceFacts.of(torch.device("cuda", torch.cuda.current_device()))
     print(facts, f"torch {torch.__version__}")
     if options.tune:
-        tune(shapes, facts)
+        tune(shapes, facts, [int(one) for one in options.tokens.split(",")])
         return 0
     wrong = compare(shapes, facts, options.bandwidth)
     print("\nwrong:" if wrong else "\nall right", *wrong, sep="\n  ")

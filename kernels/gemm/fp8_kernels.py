@@ -2,7 +2,7 @@
 
 | name        | tokens | how                                                        |
 |-------------|--------|------------------------------------------------------------|
-| gemv        | 1      | a CTA has whole rows in registers                          |
+| gemv        | 1      | a CTA sums a few rows in registers                         |
 | skinny_gemm | 2-32   | split-K; values become bf16 in registers, for tensor cores |
 
 FP8 values are exact in bf16, so scales are applied to sums in float32, per 128 columns or once, and
@@ -24,14 +24,16 @@ from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
 from kernels.gemm.fp8_weight import BLOCK, Fp8Weight
 from kernels.gemm.skinny_gemm import num_splits, output_of
+from kernels.tuning import pads_little
 
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """Division of `gemv`: rows of the weight per CTA, and warps per CTA."""
+    """Division of `gemv`: rows of the weight per CTA, warps per CTA, and columns per tile."""
 
     rows: int
     warps: int
+    tile: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,21 @@ class SkinnyConfig:
 
 
 def gemv_config(columns: int) -> GemvConfig:
-    """Configuration that `benchmarks.kernels.fp8 --tune` found on an H200 for 8B shapes."""
-    return GemvConfig(8, 4) if columns <= 4096 else GemvConfig(4, 8)
+    """Chooses the division of a GEMV by its number of columns.
+
+    A CTA holds whole rows if their padding to a power of two is at most a third and they have at
+    most 16,384 columns: `benchmarks.kernels.fp8 --tune` found this on an H200 for 8B shapes. The
+    registers do not suffice for longer rows, and much padding wastes them, so that these rows are
+    read in tiles. A thread then has 64 sums.
+    """
+    whole = triton.next_power_of_2(columns)
+    if whole <= 4096 and 3 * whole <= 4 * columns:
+        return GemvConfig(8, 4, whole)
+    if whole <= 16384 and 3 * whole <= 4 * columns:
+        return GemvConfig(4, 8, whole)
+    tiles = [tile for tile in (4096, 2048, 1024) if pads_little(columns, tile)]
+    tile = tiles[0] if tiles else min(512, whole)
+    return GemvConfig(4, 8, tile) if tile == 4096 else GemvConfig(8192 // tile, 4, tile)
 
 
 def skinny_config(
@@ -81,7 +96,7 @@ def _padded(num_tokens: int) -> int:
 def gemv(
     x: Tensor, weight: Fp8Weight, *, device: DeviceFacts, config: GemvConfig | None = None
 ) -> Tensor:
-    """Weight-only linear layer `[1, K]` → `[1, N]`. A CTA has whole rows in registers."""
+    """Weight-only linear layer `[1, K]` → `[1, N]`. A CTA sums a few rows in registers."""
     out = x.new_empty(len(x), len(weight.values))
     _launch_gemv(x, weight, out, device=device, config=config)
     return out
@@ -144,7 +159,7 @@ def _launch_gemv(
         rows = max(1, rows // 2)
     while num_rows % rows:
         rows //= 2
-    is_native, values = _values(weight)
+    is_packed, values = _packed(weight)
     _gemv_kernel[(num_rows // rows,)](
         x,
         values,
@@ -156,14 +171,15 @@ def _launch_gemv(
         eps,
         WIDTH=columns,
         ROWS=rows,
-        COLUMNS=triton.next_power_of_2(columns),
+        TILE=config.tile,
+        NUM_TILES=triton.cdiv(columns, config.tile),
         BLOCK_ROWS=weight.block_rows,
         SCALE_COLUMNS=weight.scale.shape[1],
         NORM=norm is not None,
         BIAS=bias is not None,
         SWIGLU=swiglu,
         ADD=add,
-        NATIVE=is_native,
+        PACKED=is_packed,
         PDL=pdl,
         num_warps=config.warps,
         launch_pdl=pdl,
@@ -215,32 +231,10 @@ def split_k_partials(
     return out
 
 
-def _values(weight: Fp8Weight) -> tuple[bool, Tensor]:
-    """Returns whether the device converts e4m3 itself, and the values, as bytes if it does not."""
-    device = weight.values.device
-    is_native = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
-    return is_native, weight.values if is_native else weight.values.view(torch.uint8)
-
-
 def _packed(weight: Fp8Weight) -> tuple[bool, Tensor]:
     """Returns whether assembly unpacks the values, and the values, as bytes if it does."""
     is_packed = weight.values.is_cuda
     return is_packed, weight.values.view(torch.uint8) if is_packed else weight.values
-
-
-@triton.jit
-def _widen(values, NATIVE: tl.constexpr):
-    """Converts e4m3 to float16 exactly.
-
-    If the device does not convert, sign and exponent are moved to their bits in float16. As the
-    exponent bias of float16 is larger by 8, the caller multiplies scales by 256.
-    """
-    if NATIVE:
-        wide = values.to(tl.float16)
-    else:
-        bits = values.to(tl.uint16)
-        wide = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    return wide
 
 
 def _unpack_assembly(shift: int, factor: int, dtype: str) -> str:
@@ -270,6 +264,30 @@ def _unpack_assembly(shift: int, factor: int, dtype: str) -> str:
 # The factors are 2^120 and 2^8, by the differences of the exponent biases.
 _TO_BF16 = tl.constexpr(_unpack_assembly(4, 0x7B80, "bf16x2"))
 _TO_F16 = tl.constexpr(_unpack_assembly(1, 0x5C00, "f16x2"))
+
+
+def _to_f32_assembly() -> str:
+    """PTX that converts four e4m3 bytes exactly to four floats, times 2^-120.
+
+    A byte and its sign, which fills the byte above, are moved to the upper half of the register.
+    Shifted by four bits, sign, exponent and mantissa are where a float32 has them, and subnormal
+    numbers stay subnormal. This takes three instructions for a value, one of which (the shift) can
+    run where multiplications do. The conversions that Triton emits process 12 values per clock and
+    SM, which is two thirds of the memory rate of an H200.
+    """
+    lines = [
+        f"""
+        prmt.b32 ${byte}, bytes, 0, {(8 | byte) << 12 | byte << 8 | 0x44:#06x};
+        shl.b32 ${byte}, ${byte}, 4;
+        and.b32 ${byte}, ${byte}, 0x87f00000;"""
+        for byte in range(4)
+    ]
+    return f"{{ .reg .b32 bytes; mov.b32 bytes, $4;{''.join(lines)} }}"
+
+
+_TO_F32 = tl.constexpr(_to_f32_assembly())
+_SMALL = tl.constexpr(2.0**-120)
+_HALF_WAY = tl.constexpr(2.0**60)  # twice, so that neither inputs nor sums leave float32's range
 
 
 @triton.jit
@@ -303,52 +321,76 @@ def _gemv_kernel(
     eps,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_TILES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     SWIGLU: tl.constexpr,
     ADD: tl.constexpr,
-    NATIVE: tl.constexpr,
+    PACKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    inside = column < WIDTH
-    UNIT: tl.constexpr = 1.0 if NATIVE else 256.0
+    column = tl.arange(0, TILE)
+    # The scales of a tile start here. All rows of a CTA share a row of scales of blocks.
+    scales = scale_ptr
+    if BLOCK_ROWS > 1:
+        scales += tl.program_id(0) * ROWS // BLOCK_ROWS * SCALE_COLUMNS
+    up_scales = scales
+    weights = weight_ptr + row.to(tl.int64)[:, None] * WIDTH
+    up_weights = weights + tl.cast(num_rows, tl.int64) * WIDTH
+    if SWIGLU and BLOCK_ROWS > 1:
+        up_scales += num_rows // BLOCK_ROWS * SCALE_COLUMNS
     # Weights and scales are read before the wait, because no earlier kernel writes them.
-    place = weight_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    weight = tl.load(place, mask=inside[None, :], other=0.0)
+    inside = column < WIDTH
+    weight, scale = _tile(weights, scales, column, inside, BLOCK_ROWS)
+    up_weight, up_scale = weight, scale
     if SWIGLU:
-        up_place = place + tl.cast(num_rows, tl.int64) * WIDTH
-        up_weight = tl.load(up_place, mask=inside[None, :], other=0.0)
-    if BLOCK_ROWS > 1:  # all rows of a CTA share a row of scales
-        block = tl.program_id(0) * ROWS // BLOCK_ROWS
-        of_column = scale_ptr + block * SCALE_COLUMNS + column // 128
-        scale = tl.load(of_column, mask=inside, other=0.0) * UNIT
-        if SWIGLU:
-            of_column += num_rows // BLOCK_ROWS * SCALE_COLUMNS
-            up_scale = tl.load(of_column, mask=inside, other=0.0) * UNIT
-    else:
-        scale = tl.load(scale_ptr + row) * UNIT
-        if SWIGLU:
-            up_scale = tl.load(scale_ptr + num_rows + row) * UNIT
+        up_weight, up_scale = _tile(up_weights, up_scales, column, inside, BLOCK_ROWS)
+    norm = column.to(tl.float32)
     if NORM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     wait_for_earlier(PDL)
     dtype = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0
     if NORM:
-        factor = tl.rsqrt(tl.sum(x * x) / WIDTH + eps)
-        x = (x * factor).to(norm.dtype).to(tl.float32) * norm.to(tl.float32)
-        x = x.to(dtype).to(tl.float32)
-    result = _dot_rows(weight, x, scale, BLOCK_ROWS, NATIVE)
+        squares = x * x
+        for index in tl.static_range(1, NUM_TILES):
+            at = index * TILE + column
+            other = tl.load(x_ptr + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+            squares += other * other
+        factor = tl.rsqrt(tl.sum(squares) / WIDTH + eps)
+    sums = tl.zeros((ROWS, TILE), tl.float32)
+    up_sums = sums
+    for index in tl.static_range(NUM_TILES):
+        now, up_now, now_scale, up_now_scale = weight, up_weight, scale, up_scale
+        now_x, now_norm = x, norm
+        if index + 1 < NUM_TILES:  # the next tile is on its way while this one is added
+            at = (index + 1) * TILE + column
+            inside = at < WIDTH
+            weight, scale = _tile(weights, scales, at, inside, BLOCK_ROWS)
+            if SWIGLU:
+                up_weight, up_scale = _tile(up_weights, up_scales, at, inside, BLOCK_ROWS)
+            x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            if NORM:
+                norm = tl.load(norm_ptr + at, mask=inside, other=0.0)
+        if NORM:
+            now_x = (now_x * factor).to(norm_ptr.dtype.element_ty).to(tl.float32)
+            now_x *= now_norm.to(tl.float32)
+            now_x = now_x.to(dtype).to(tl.float32)
+        now_x *= _HALF_WAY
+        sums += _small(now, PACKED) * (now_x * now_scale)[None, :]
+        if SWIGLU:
+            up_sums += _small(up_now, PACKED) * (now_x * up_now_scale)[None, :]
+    result = _scaled(tl.sum(sums, axis=1), scale_ptr + row, BLOCK_ROWS)
     if BIAS:
         result += tl.load(bias_ptr + row).to(tl.float32)
     result = result.to(dtype).to(tl.float32)
     if SWIGLU:
-        up = _dot_rows(up_weight, x, up_scale, BLOCK_ROWS, NATIVE)
+        up = _scaled(tl.sum(up_sums, axis=1), scale_ptr + num_rows + row, BLOCK_ROWS)
         if BIAS:
             up += tl.load(bias_ptr + num_rows + row).to(tl.float32)
         up = up.to(dtype).to(tl.float32)
@@ -361,13 +403,33 @@ def _gemv_kernel(
 
 
 @triton.jit
-def _dot_rows(weight, x, scale, BLOCK_ROWS: tl.constexpr, NATIVE: tl.constexpr):
-    """Sums `weight * x` over the columns: `[ROWS]`. `scale` is per column or per row."""
+def _tile(weights, scales, column, inside, BLOCK_ROWS: tl.constexpr):
+    """Returns the columns of rows of the weight, and the scales of their blocks, or 1."""
+    scale = 1.0
     if BLOCK_ROWS > 1:
-        found = tl.sum(_widen(weight, NATIVE).to(tl.float32) * (x * scale)[None, :], axis=1)
-    else:
-        found = tl.sum(_widen(weight, NATIVE).to(tl.float32) * x[None, :], axis=1) * scale
+        scale = tl.load(scales + column // 128, mask=inside, other=0.0)
+    return tl.load(weights + column[None, :], mask=inside[None, :], other=0.0), scale
+
+
+@triton.jit
+def _small(values, PACKED: tl.constexpr):
+    """Converts e4m3 to float32 exactly, times 2^-120."""
+    if PACKED:
+        found = tl.inline_asm_elementwise(
+            _TO_F32, "=r,=r,=r,=r,r", [values], dtype=tl.float32, is_pure=True, pack=4
+        )
+    else:  # Triton's interpreter cannot run assembly
+        found = values.to(tl.float32) * _SMALL
     return found
+
+
+@triton.jit
+def _scaled(sums, scales, BLOCK_ROWS: tl.constexpr):
+    """Completes sums of `_small` values times inputs times 2^60, and applies scales of rows."""
+    sums *= _HALF_WAY
+    if BLOCK_ROWS == 1:
+        sums *= tl.load(scales)
+    return sums
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -28,6 +28,7 @@ from services.common.nn.dispatch import KernelTable
 pytestmark = pytest.mark.gpu
 SHAPES = [
     (4096, 2048), (6144, 4096), (24576, 4096), (4096, 12288), (2048, 6144), (151936, 4096),
+    (16384, 5120), (5120, 17408),
 ]  # fmt: skip
 TOKENS = [1, 2, 16, 64, 256, 1008]
 EPS = 1e-6
@@ -122,9 +123,10 @@ def test_fused_skinny_gemms_agree_with_their_twins(num_tokens: int, block: bool)
 
 
 @pytest.mark.parametrize("block", [True, False])
-def test_fused_gemvs_agree_with_their_twins(block: bool) -> None:
-    weight, norm = make(24576, 4096, block), random(4096)
-    x = random(1, 4096)
+@pytest.mark.parametrize(("hidden", "inner"), [(4096, 12288), (5120, 17408)])
+def test_fused_gemvs_agree_with_their_twins(block: bool, hidden: int, inner: int) -> None:
+    weight, norm = make(2 * inner, hidden, block), random(hidden)
+    x = random(1, hidden)
     normed = fp8.weight_only_linear(rms_norm(x, norm, EPS), weight)
     assert (
         error(fp8_kernels.norm_gemv(x, norm, EPS, weight, None, **options()), normed) <= TOLERANCE
@@ -132,9 +134,9 @@ def test_fused_gemvs_agree_with_their_twins(block: bool) -> None:
     found = fp8_kernels.norm_swiglu_gemv(x, norm, EPS, weight, None, **options())
     assert error(found, silu_and_mul(normed)) <= 2 * TOLERANCE
     weight, x, residual = (
-        make(4096, 12288, block),
-        random(1, 12288),
-        random(1, 4096),
+        make(hidden, inner, block),
+        random(1, inner),
+        random(1, hidden),
     )
     expected = residual + fp8.weight_only_linear(x, weight)
     fp8_kernels.gemv_add(x, weight, None, residual, **options())

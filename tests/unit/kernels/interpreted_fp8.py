@@ -17,7 +17,6 @@ from kernels.plain import rms_norm, silu_and_mul
 from kernels.tuning import MoEGemmConfig
 from services.common.nn import fp8
 from services.common.nn.fp8 import SKINNY_W8A8_TOKENS
-from tests.cases import THOROUGH
 from tests.fp8_checkpoints import quantize
 from tests.unit.kernels.interpreted_moe import check_experts
 from tests.unit.kernels.interpreter import assert_close
@@ -142,16 +141,11 @@ def check_w8a8(num_tokens: int, rows: int, columns: int, block: bool) -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     interpreter._convert_float = convert
-    by_device = fp8_kernels._values
-    for is_native in (True, False):  # what the device converts, and what the kernel does
-        if not is_native:
-            fp8_kernels._values = lambda weight: (False, weight.values.view(torch.uint8))
-        for block in (True, False):
-            check_weight_only(1, 256 if block else 48, 256, block)  # gate and up: whole blocks
-            check_weight_only(3, 144 if block else 72, 384, block)
-            if is_native or THOROUGH:
-                check_weight_only(17, 320, 512, block)
-    fp8_kernels._values = by_device
+    for block in (True, False):
+        check_weight_only(1, 256 if block else 48, 256, block)  # gate and up: whole blocks
+        check_weight_only(1, 256 if block else 32, 1280, block)  # three tiles, one half full
+        check_weight_only(3, 144 if block else 72, 384, block)
+        check_weight_only(17, 320, 512, block)
     check_quantization(3, 512, 128)
     check_quantization(5, 1152, 128)
     check_quantization(2, 640, 640)
