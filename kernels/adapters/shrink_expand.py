@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.adapters.factors import LEAST_RANK, AdapterRows, Norm, SlotFactors, padded_rank
+from kernels.adapters.tiles import part_of_module, rows_of_tile
 from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm import prefetch
 from kernels.gemm.add_norm import rms_norm
@@ -43,11 +44,15 @@ _SHRINK_COLUMNS = 128  # columns of a pipeline stage of shrink
 # Parts of the columns of shrink, by the largest number of tokens. A prompt mostly has one slot, so
 # the tiles of few tokens leave SMs idle. Each part costs expand a pass over the products.
 _SPLITS = ((512, 8), (1536, 4))
-_LEAST_SPLITS = 2
+_LEAST_SPLITS, _MOST_SPLITS = 2, 8
+_MANY_COLUMNS = 8192  # from which on there are twice as many parts
 _CHUNK = 256  # columns of `b`, of all slots together, that expand multiplies at the same time
 _MANY_CHUNK = 64  # the same for many tokens, whose tiles mostly have one slot
 _MANY_ROWS = 64  # rows of a tile of the kernel for many tokens, and as many of up with SwiGLU
 _MOST_RANK = 64  # largest rank of that kernel, which keeps the products in registers
+# Registers of a thread of that kernel, and of its variant with SwiGLU, up to the rank: five CTAs of
+# four warps share an SM, or four, which is a wave less for a prompt of 1,088 tokens.
+_FEW_REGISTERS, _SWIGLU_REGISTERS, _REGISTERS_RANK = 96, 128, 16
 _MODULES = 4  # modules of a layer at most
 
 
@@ -90,7 +95,7 @@ def shrink_adapters(
     is_wide = num_tokens > _FEW_TOKENS and tile == 64
     tiles = triton.cdiv(height, tile)
     blocks = triton.cdiv(num_tokens, tokens)
-    splits = min(num_splits(num_tokens), triton.cdiv(num_columns, _SHRINK_COLUMNS))
+    splits = min(num_splits(num_tokens, num_columns), triton.cdiv(num_columns, _SHRINK_COLUMNS))
     span = triton.cdiv(triton.cdiv(num_columns, splits), _SHRINK_COLUMNS) * _SHRINK_COLUMNS
     splits = triton.cdiv(num_columns, span)
     out = torch.empty(splits, num_tokens, modules, rank, dtype=torch.float32, device=x.device)
@@ -122,9 +127,10 @@ def shrink_adapters(
     return out
 
 
-def num_splits(num_tokens: int) -> int:
+def num_splits(num_tokens: int, num_columns: int) -> int:
     """Number of parts into which shrink splits the columns, if there are enough columns."""
-    return next((splits for most, splits in _SPLITS if num_tokens <= most), _LEAST_SPLITS)
+    found = next((splits for most, splits in _SPLITS if num_tokens <= most), _LEAST_SPLITS)
+    return min(_MOST_SPLITS, 2 * found) if num_columns >= _MANY_COLUMNS else found
 
 
 def _tile_of_tokens(num_tokens: int) -> int:
@@ -207,6 +213,9 @@ def _expand_many(
     parts = sum(
         triton.cdiv(size, _MANY_ROWS * num_tiles) for size in sizes[: 1 if is_swiglu else _MODULES]
     )
+    options = {}
+    if rank <= _REGISTERS_RANK:
+        options["maxnreg"] = _SWIGLU_REGISTERS if is_swiglu else _FEW_REGISTERS
     _expand_many_kernel[parts, triton.cdiv(num_tokens, _FEW_TOKENS)](
         base,
         out,
@@ -226,6 +235,7 @@ def _expand_many(
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl > 0,
+        **options,
     )
 
 
@@ -348,7 +358,7 @@ def _expand_kernel(
     if SWIGLU:
         is_row = row < size0
     else:
-        row, is_row, module = _rows_of_tile(tile, size0, size1, size2, size3, ROWS)
+        row, is_row, module = rows_of_tile(tile, size0, size1, size2, size3, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < num_tokens
     slot = tl.load(slots_ptr + token, mask=is_token, other=-1).to(tl.int32)
@@ -455,7 +465,7 @@ def _expand_many_kernel(
     part = tl.program_id(0)
     first, size, start, module = part * (ROWS * TILES), size0, 0, 0
     if not SWIGLU:
-        first, size, start, module = _part(part, size0, size1, size2, size3, ROWS * TILES)
+        first, size, start, module = part_of_module(part, size0, size1, size2, size3, ROWS * TILES)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < num_tokens
     slot = tl.load(slots_ptr + token, mask=is_token, other=-1).to(tl.int32)
@@ -515,39 +525,6 @@ def _add_slots(acc, x, slot, least, most, b_ptr, row, is_row, b_stride, RANK: tl
         chosen = tl.where((slot == each)[:, None], x, 0.0)
         acc = tl.dot(chosen, tl.trans(b), acc)
     return acc
-
-
-@triton.jit
-def _part(part, size0, size1, size2, size3, ROWS: tl.constexpr):
-    """Returns the first row of a part within its module, and the module's size, start and index."""
-    second_part = (size0 + ROWS - 1) // ROWS
-    third_part = second_part + (size1 + ROWS - 1) // ROWS
-    fourth_part = third_part + (size2 + ROWS - 1) // ROWS
-    second, third, fourth = part >= second_part, part >= third_part, part >= fourth_part
-    module = second.to(tl.int32) + third.to(tl.int32) + fourth.to(tl.int32)
-    before = tl.where(
-        fourth, fourth_part, tl.where(third, third_part, tl.where(second, second_part, 0))
-    )
-    start = tl.where(third, size0 + size1, tl.where(second, size0, 0))
-    start = tl.where(fourth, size0 + size1 + size2, start)
-    size = tl.where(third, size2, tl.where(second, size1, size0))
-    size = tl.where(fourth, size3, size)
-    return (part - before) * ROWS, size, start, module
-
-
-@triton.jit
-def _rows_of_tile(
-    tile,
-    size0,
-    size1,
-    size2,
-    size3,
-    ROWS: tl.constexpr,
-):
-    """Returns a tile's rows, which of them exist, and the tile's module. No tile has two."""
-    first, size, start, module = _part(tile, size0, size1, size2, size3, ROWS)
-    row = first + tl.arange(0, ROWS)
-    return row + start, row < size, module
 
 
 @triton.jit
