@@ -121,7 +121,7 @@ def shrink_adapters(
         WIDTH=triton.next_power_of_2(num_columns) if norm is not None else 0,
         PDL=pdl,
         num_warps=4,
-        num_stages=4 if num_tokens <= _FEW_TOKENS else 3,
+        num_stages=4 if num_tokens <= _FEW_TOKENS or is_wide else 3,
         launch_pdl=pdl > 0,
     )
     return out
@@ -295,9 +295,17 @@ def _shrink_kernel(
     column = split * span + tl.arange(0, TILE)
     weights = a_ptr + (slot.to(tl.int64) * height + row)[:, None] * num_columns + column[None, :]
     inputs = x_ptr + token.to(tl.int64)[:, None] * num_columns + column[None, :]
+    has_any = tl.max(is_own.to(tl.int32), 0) > 0
+    if fetch_ptr is not None:  # noqa: SIM102 - the constant has to stand alone
+        # No earlier kernel writes the factors. The tensor may end within the last split of others.
+        if has_any & ((split + 1) * span <= num_columns) & (height % ROWS == 0):
+            start = (slot.to(tl.int64) * height + tl.program_id(0) % tiles * ROWS) * num_columns
+            start += split * span
+            each = span * ROWS // 128
+            prefetch.ask(0, a_ptr, 128, start, ROWS, each, num_columns, each * 2)
     # A CTA without tokens waits, too: the next kernel waits for this one alone.
     wait_for_earlier(PDL)
-    if tl.max(is_own.to(tl.int32), 0) > 0:
+    if has_any:
         scale = 1.0
         if WIDTH:
             each = tl.arange(0, WIDTH)
