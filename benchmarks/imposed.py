@@ -75,7 +75,7 @@ def start_stack(options: argparse.Namespace, directory: Path, children: ExitStac
         model=model, address=address, metrics_port=decoder_metrics, load_format="dummy",
         shutdown_grace_s=0, log_level="INFO", rate=options.rate,
         token_ids=json.dumps(_token_ids()), max_num_sequences=options.max_num_seqs,
-        max_model_len=4096, kv_cache_bytes=int(options.kv_gib * (1 << 30)),
+        max_model_len=options.max_model_len, kv_cache_bytes=int(options.kv_gib * (1 << 30)),
         speculation=options.speculation, speculation_tokens=options.drafts,
     )  # fmt: skip
 
@@ -179,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--words", type=int, default=64, help="words of a prompt")
     add("--tokens", type=int, default=160, help="tokens of an answer")
     add("--max-num-seqs", type=int, default=64)
+    add("--max-model-len", type=int, default=1024, help="shorter contexts start sooner")
     add("--kv-gib", type=float, default=2.0)
     add("--patience", type=float, default=300, help="seconds until an answer has to come")
     add("--log", type=argparse.FileType("w"), default=None, help="file of the services' log lines")
