@@ -54,6 +54,8 @@ _MOST_RANK = 64  # largest rank of that kernel, which keeps the products in regi
 # four warps share an SM, or four, which is a wave less for a prompt of 1,088 tokens.
 _FEW_REGISTERS, _SWIGLU_REGISTERS, _REGISTERS_RANK = 96, 128, 16
 _MODULES = 4  # modules of a layer at most
+# Slots whose factors are loaded at a time where a tile of tokens has several, as decodes have.
+_SLOT_STAGES = tl.constexpr(6)
 
 
 def expand_adapters(
@@ -528,7 +530,7 @@ def _own_products(
 def _add_slots(acc, x, slot, least, most, b_ptr, row, is_row, b_stride, RANK: tl.constexpr):
     """Adds the products of all slots from `least` to `most` times their factors `b`."""
     places = b_ptr + row.to(tl.int64)[:, None] * b_stride + tl.arange(0, RANK)[None, :]
-    for each in range(least, most + 1):
+    for each in tl.range(least, most + 1, num_stages=_SLOT_STAGES):
         b = tl.load(places + each * RANK, mask=is_row[:, None], other=0.0)
         chosen = tl.where((slot == each)[:, None], x, 0.0)
         acc = tl.dot(chosen, tl.trans(b), acc)
