@@ -26,8 +26,8 @@ class ServeOptions:
 
     Attributes:
         model: directory of the checkpoint, or the model's name on the hub until it is downloaded.
-        merge_adapter: directory of an adapter that is folded into the weights, or its name on the
-            hub until it is downloaded. None if there is none.
+        merge_adapter: directory of an adapter that is folded into the weights, or the adapter's
+            name on the hub until the download. None for no adapter.
         adapters: adapters beside the base model, `NAME=DIR`, or `NAME=ORG/NAME` until they are
             downloaded.
         max_adapters: most loaded adapters.

@@ -77,7 +77,7 @@ def behind(weight: Tensor, num_rows: int, num_columns: int, halves: int = 1) -> 
     Args:
         weight: `[N, K]`.
         num_rows: number of rows of each half of which the CTAs hold columns.
-        num_columns: number of columns that they hold, from the first one on.
+        num_columns: number of columns in registers, from the first column on.
         halves: 2 for gate and up, whose rows are read together.
     """
     rows, columns = len(weight) // halves, weight.shape[1]

@@ -177,7 +177,7 @@ class TextSpec:
         linear_attention: sizes of the linear attention layers. None if the model has none.
         layer_kinds: kind of each layer. Empty if all layers have full attention.
         num_mtp_layers: number of layers for multi-token prediction in the files, which can draft
-            tokens. 0 if there are none, or none that can be used.
+            tokens. 0 if the checkpoint has no such layer that can be used.
     """
 
     vocab_size: int

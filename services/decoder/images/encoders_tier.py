@@ -22,7 +22,7 @@ class Fetch:
 
 
 class EncodersTier(Tier[Fetch]):
-    """Fetches embeddings from the encoders that have them or compute them now.
+    """Fetches embeddings from encoders, which have them or compute them now.
 
     Args:
         fetcher: client of the encoders. The tier closes it.

@@ -83,7 +83,7 @@ class KnownEncoders:
         return bool(self._names)
 
     async def addresses(self) -> list[str]:
-        """Returns the addresses that are listed one by one or by a name, in order. Those of ranges
+        """Returns the addresses of single encoders and of names, in order. The addresses of ranges
         are unknown.
         """
         if self._names:

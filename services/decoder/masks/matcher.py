@@ -251,7 +251,7 @@ class Matcher:
         A copy of the matcher reads the drafts, so that this matcher never sees a rejected one.
 
         Args:
-            drafts: token ids that may come next, one after the other.
+            drafts: token ids that may come next, in this order.
             rows: `[1 + len(drafts), num_words + PROBE_WORDS]`. The first has the mask of the next
                 token.
 

@@ -2,7 +2,7 @@
 carry row numbers only.
 
 A sequence has a row until the front removes the sequence, or several rows if it may have drafts:
-the first for its next token, the others for the tokens behind each of its drafts. The engine copies
+the first for its next token, and one for the token behind each of its drafts. The engine copies
 a mask before it sends the token that was sampled under the mask, and the process writes the next
 mask after this token.
 The memory begins with marks of the sequences that the process works on. If the process dies, the

@@ -115,7 +115,7 @@ class DraftHead(nn.Module):
 
         Args:
             hidden: `[T, hidden]`, outputs of this layer.
-            model: the language model, whose output layer is used if this one has none of its own.
+            model: the language model, whose output layer is used if the head lacks one.
         """
         if self.lm_head is None:
             return model.logits(hidden)

@@ -21,7 +21,7 @@ class Operations:
     """The handlers of the routes for operators.
 
     Args:
-        service: service that answers chat requests, with its clients of other services.
+        service: service that answers chat requests.
         admission: admission control, which knows the number of running requests.
         metrics: metrics of the gateway.
         absent_s: seconds after which services that do not answer are assumed to be scaled to zero.

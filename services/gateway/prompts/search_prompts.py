@@ -51,7 +51,7 @@ _NEEDED = ("<|im_start|>", "<|im_end|>", _END)
 
 @dataclass(frozen=True, slots=True)
 class SearchDraft:
-    """The prompt of one input or of one pair, before its images are loaded.
+    """The prompt of an input or of a pair, before its images are loaded.
 
     Attributes:
         draft: token ids, with one placeholder per image and video.

@@ -255,7 +255,7 @@ class Attempts:
             self._sequences[choice] = decoder.submit(submit, choice, self, self._chain)
 
     def _take_decoder(self) -> DecoderPod:
-        """Returns the decoder that has sequences of the request, or chooses one if none has.
+        """Returns the decoder that has sequences of the request, or else chooses a decoder.
 
         Raises:
             TriptychError: no decoder is left, or, if the answer has begun, no decoder that serves

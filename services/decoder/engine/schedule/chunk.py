@@ -100,7 +100,7 @@ Accepted = tuple[list[list[int]], list[int], dict[int, list[Logprobs]]]
 
 
 def accept(chunks: list[Chunk], output: StepOutput) -> Accepted:
-    """Returns the tokens of each chunk that samples: those up to the first that is not its draft.
+    """Returns the tokens of each chunk that samples: its tokens up to the first wrong draft.
 
     Args:
         chunks: the chunks of the step that sample.

@@ -77,7 +77,7 @@ class Decodes:
 
         Args:
             chunks: the chunks of the step.
-            is_open: False if the step after it may compute prompts, so that it has no drafts.
+            is_open: False if the next step may compute prompts, which excludes drafts.
         """
         count = self.speculation.num_head_drafts(chunks, is_open=is_open)
         if count:

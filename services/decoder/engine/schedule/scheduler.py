@@ -16,8 +16,8 @@ Until it is finished, a sequence is in exactly one queue. They belong to `Prefil
   both.
 - *prefilling*: the sequence has a row and blocks, and tokens of its prompt to compute.
 - *stalled*: the sequence has a row and blocks, but its next tokens need an *input* that has not
-  arrived: an image, or the token mask for the next sample. It keeps row and blocks until another
-  sequence needs them.
+  arrived: an image, or the token mask for the next sample. The sequence keeps row and blocks
+  until they are needed elsewhere.
 - *parked*: the sequence waits for an input, as if stalled, but has neither a row nor blocks. A
   waiting sequence is parked instead of admitted if too few tokens precede its first missing input
   (`Prefills.min_partial_tokens`).
