@@ -3,19 +3,24 @@
 import socket
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from services.common.families import read_spec
 from services.common.nn.collectives import ALONE, Ranks
+from services.decoder.engine.draft_reader import DraftReader
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
+from services.decoder.engine.run.drafting_runner import DraftingRunner
 from services.decoder.engine.run.kv_cache import KVCacheShape
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.runner import Runner
+from services.decoder.engine.schedule.draft_pace import DraftPace
 from services.decoder.models.rank_spec import rank_spec
+from services.decoder.models.transformer import Transformer
 from services.decoder.ranks.steps import Follower, LeadingRunner
 from tests.engine_harness import small_pieces
 from tests.known_drafts import KnownDrafts, KnownSources, from_answer
@@ -87,9 +92,11 @@ def answers(directory: Path, ranks: Ranks = ALONE, link: socket.socket | None = 
                     ).tolist()
         found["hits"].append(engine.stats().num_prefix_hit_tokens)
     found["preemptions"] = engine.stats().num_preemptions
-    found["drafts"], found["offered"] = [], {}
+    found["drafts"], found["offered"], found["on_device"] = [], {}, 0
     if generates:
         found["drafts"], found["offered"] = _drafted(leading, found["tokens"]["0"])
+        if isinstance(runner, DraftingRunner):
+            found["on_device"] = _accepted_on_device(leading, runner, found["tokens"]["0"])
     if link is not None:
         link.shutdown(socket.SHUT_WR)
     return found
@@ -107,12 +114,8 @@ def _drafted(runner: Runner, answer: list[int]) -> tuple[list[int], dict[str, li
     sampling = SamplingParams(max_tokens=16)
     engine.add(AddSequence(0, prompt.tobytes(), b"", 0, [], sampling))
     source = engine.sequences[0].drafts
-    tokens: list[int] = []
-    while engine.has_work:
-        done = engine.step()
-        for event in done.events if done is not None else ():
-            tokens += event.token_ids
-    assert tokens == answer
+    with mock.patch.object(DraftReader, "_needs_ids", return_value=True):  # so that ids are offered
+        assert _tokens_of(engine) == answer
     offered: dict[int, list[int]] = {}
     if source is not None:
         assert isinstance(source.source, KnownDrafts)
@@ -120,6 +123,47 @@ def _drafted(runner: Runner, answer: list[int]) -> tuple[list[int], dict[str, li
     drafts = engine.stats().drafts
     counts = [] if drafts is None else [drafts.num_drafts, drafts.num_accepted]
     return counts, {str(number): found for number, found in offered.items()}
+
+
+def _tokens_of(engine: Engine) -> list[int]:
+    tokens: list[int] = []
+    while engine.has_work:
+        done = engine.step()
+        for event in done.events if done is not None else ():
+            tokens += event.token_ids
+    return tokens
+
+
+def _accepted_on_device(runner: Runner, own: DraftingRunner, answer: list[int]) -> int:
+    """Number of accepted drafts whose ids the host did not know when it launched their step. The
+    layer's logits on rank 0 are replaced, so that each draft is the token of the answer.
+    """
+    engine, drafter = Engine(runner, overlap=True, max_drafts=2), own.drafter
+    prompt = np.arange(20, dtype=np.int32) * 7 % 300
+    message = AddSequence(0, prompt.tobytes(), b"", 0, [], SamplingParams(max_tokens=len(answer)))
+    logits, num_calls = drafter._head.logits, 0
+
+    def right(hidden: torch.Tensor, model: Transformer) -> torch.Tensor:
+        nonlocal num_calls
+        found = logits(hidden, model)  # with all ranks
+        sample, index, *_ = drafter.groups(len(hidden))[1:3, 0].tolist()
+        given = drafter.groups(len(hidden))[4:, 0].tolist()
+        accepted = 0
+        while given[accepted : accepted + 1] == [int(drafter._sampled[sample + accepted])]:
+            accepted += 1
+        place = index + accepted + 2 + num_calls % drafter.num_drafts
+        num_calls += 1
+        found[:, from_answer(message, answer, place)] = 1e4
+        return found
+
+    engine.add(message)
+    with (
+        mock.patch.object(drafter._head, "logits", right),
+        mock.patch.object(DraftPace, "drafts", return_value=True),
+    ):
+        assert _tokens_of(engine) == answer
+    drafts = engine.stats().drafts
+    return 0 if drafts is None else drafts.num_accepted
 
 
 def follow(directory: Path, ranks: Ranks, link: socket.socket) -> None:

@@ -280,6 +280,8 @@ def test_an_engine_of_two_ranks_answers_as_one(ranks: Path, name: str) -> None:
     assert found["preemptions"] > 0 and found["hits"][1] > found["hits"][0]
     assert found["drafts"] == expected["drafts"] and found["offered"] == expected["offered"]
     assert (len(found["offered"]) > 3) == ("head" in name)
+    assert found["on_device"] == expected["on_device"]
+    assert (found["on_device"] > 5) == ("head" in name)
     if "qwen3.5" not in name:  # without recurrent states
         num_drafts, num_accepted = found["drafts"]
         assert 0 < num_accepted < num_drafts
