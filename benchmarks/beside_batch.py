@@ -70,13 +70,32 @@ class Batches:
         return {"model": model, "messages": [message], "max_tokens": 32, "ignore_eos": True}
 
 
-async def phase(target: Target, model: str, rate: float, seconds: float, seed: int) -> list[float]:
-    """Sends requests for some seconds. Returns their milliseconds to the first token."""
+async def phase(
+    target: Target,
+    model: str,
+    rate: float,
+    seconds: float,
+    seed: int,
+    *,
+    num_words: int = 200,
+    num_tokens: int = 8,
+) -> list[float]:
+    """Sends requests for some seconds. Returns their milliseconds to the first token.
+
+    Args:
+        target: the server.
+        model: name of the model in requests.
+        rate: requests a second.
+        seconds: length of the phase.
+        seed: seed of the prompts and of the times between requests.
+        num_words: number of words of each prompt.
+        num_tokens: number of tokens of each answer.
+    """
     rng, times, tasks = random.Random(seed), list[float](), list[asyncio.Task[None]]()
 
     async def ask(text: str) -> None:
         connection = Connection(target)
-        sample = await connection.post(chat_body(model, text, 8, []), _TIMEOUT_S)
+        sample = await connection.post(chat_body(model, text, num_tokens, []), _TIMEOUT_S)
         connection.close()
         if sample.error:
             raise SystemExit(f"a request failed: {sample.error}")
@@ -84,7 +103,7 @@ async def phase(target: Target, model: str, rate: float, seconds: float, seed: i
 
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        tasks.append(asyncio.create_task(ask(" ".join(rng.choices(WORDS, k=200)))))
+        tasks.append(asyncio.create_task(ask(" ".join(rng.choices(WORDS, k=num_words)))))
         await asyncio.sleep(rng.expovariate(rate))
     await asyncio.gather(*tasks)
     return times
@@ -98,6 +117,8 @@ def main() -> None:
     add("--rate", type=float, default=2.0, help="requests a second")
     add("--seconds", type=float, default=60.0, help="length of a phase")
     add("--rounds", type=int, default=3, help="phases of each kind")
+    add("--words", type=int, default=200, help="words of a request's prompt")
+    add("--tokens", type=int, default=8, help="tokens of a request's answer")
     add("--lines", type=int, default=10_000, help="lines of the batch")
     options = parser.parse_args()
     target = Target.from_url(options.url, "")
@@ -110,7 +131,12 @@ def main() -> None:
             batch = batches.start() if name != "alone" else ""
             before = batches.completed(batch) if batch else 0
             seed = 2 * number + bool(batch)  # no prompt is sent twice
-            found += asyncio.run(phase(target, model, options.rate, options.seconds, seed))
+            found += asyncio.run(
+                phase(
+                    target, model, options.rate, options.seconds, seed,
+                    num_words=options.words, num_tokens=options.tokens,
+                )
+            )  # fmt: skip
             if batch:
                 num_lines += batches.completed(batch) - before
                 batches.stop(batch)
