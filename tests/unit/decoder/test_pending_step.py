@@ -18,6 +18,9 @@ class FakeEvent:
     def synchronize(self) -> None:
         self.calls.append("synchronize")
 
+    def query(self) -> bool:
+        return "copied" in self.calls
+
 
 class PretendedGpu(Readback):
     """A readback of a GPU with memory and events of a host."""
@@ -74,3 +77,16 @@ def test_tokens_are_read_before_the_drafts_behind_them_are_there() -> None:
     assert of_drafts.calls == ["record", "synchronize"]
     plain = DevicePendingStep(readback.tokens(None))
     assert plain.result().token_ids.tolist() == [] and plain.drafts() is None
+
+
+def test_a_step_is_done_when_its_tokens_are_on_the_host() -> None:
+    readback = PretendedGpu()
+    pending = DevicePendingStep(
+        readback.tokens(Sampled(torch.tensor([1], dtype=torch.int32), None))
+    )
+    assert not pending.is_done()
+    readback.made[0].calls.append("copied")
+    assert pending.is_done() and pending.result().token_ids.tolist() == [[1]]
+    readback.made[0].calls.clear()  # the buffer belongs to another step
+    assert pending.is_done()
+    assert not DevicePendingStep(None).is_done(), "it waits for token masks"
