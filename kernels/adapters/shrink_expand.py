@@ -499,12 +499,14 @@ def _expand_many_kernel(
                 inside &= known[:, None]
             at_base = token.to(tl.int64)[:, None] * num_rows + row[None, :]
             base = tl.load(base_ptr + at_base, mask=inside, other=0.0)
+            up = base
+            if SWIGLU:  # beside the loads of gate
+                up = tl.load(base_ptr + at_base + size0, mask=inside, other=0.0)
             acc = tl.zeros((TOKENS, ROWS), tl.float32)
             acc = _add_slots(acc, x, slot, least, most, b_ptr, row, is_row, b_stride, RANK)
             found = (base.to(tl.float32) + acc).to(dtype)
             place = at_base
             if SWIGLU:
-                up = tl.load(base_ptr + at_base + size0, mask=inside, other=0.0)
                 acc = tl.zeros((TOKENS, ROWS), tl.float32)
                 acc = _add_slots(
                     acc, up_x, slot, least, most, b_ptr, row + size0, is_row, b_stride, RANK
