@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from openai.types.chat import ChatCompletion
 
 from services.common.errors import Overloaded
 from services.gateway.batches.batch_runner import RunnerBounds
+from services.gateway.batches.line_caller import LineCaller
 from tests.gateway_fixtures import asking, image_url
 from tests.gateway_stack import MODEL, GatewayStack
 from tests.noise import PATIENCE_S, wait_until
@@ -124,6 +126,33 @@ def test_a_batch_is_answered_in_order_with_its_ids(client, batching) -> None:
     )
     assert usage >= 38
     assert batching.metric("triptych_gateway_ttft_seconds_count") == 0
+
+
+def test_requests_have_a_turn_between_two_lines(
+    client, batching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop looks for other work after it has begun a line, however many may run."""
+    own, turn, begun = LineCaller.call, [0], list[int]()
+
+    def next_turn() -> None:
+        turn[0] += 1
+        if turn[0] > 0:
+            asyncio.get_running_loop().call_soon(next_turn)
+
+    async def call(caller: LineCaller, *given: Any) -> Any:
+        if not begun:
+            next_turn()
+        begun.append(turn[0])
+        return await own(caller, *given)
+
+    monkeypatch.setattr(LineCaller, "call", call)
+    batching.decoder.delay_s = 0.01
+    try:
+        assert end_of(client, send(client, jsonl([line(str(n)) for n in range(200)])).id)
+        assert len(begun) == 200
+        assert max(Counter(begun[1:]).values()) <= 2
+    finally:
+        turn[0] = -1 << 60
 
 
 @pytest.mark.parametrize("url", ["/v1/completions", "/v1/responses"])

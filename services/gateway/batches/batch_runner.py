@@ -308,6 +308,8 @@ class BatchRunner:
             running.lines.add(task)
             task.add_done_callback(running.lines.discard)
             task.add_done_callback(lambda _: self._turns.release())
+            # When the number of lines doubles, requests need not wait until all have begun.
+            await asyncio.sleep(0)
         while running.lines:
             await asyncio.wait(running.lines)
         if running.stop:
