@@ -224,6 +224,22 @@ def test_layers_of_each_format_get_what_a_model_of_that_format_alone_gets(device
     assert {f"{each}_linear" for each in ("fp8_block", "fp8_channel")} < set(mixed.operations)
 
 
+def test_one_token_of_a_large_fp8_model_takes_the_skinny_gemm_on_hopper() -> None:
+    chosen = {
+        (shape, device): table.resolve(
+            replace(facts_of(shape, KNOWN_DEVICES[device]), weight_format="fp8_block")
+        )
+        .choose("norm_linear", 1)
+        .name
+        for shape in ("8b", "32b")
+        for device in ("h200", "b200")
+    }
+    assert chosen == {
+        ("8b", "h200"): "fp8_gemv", ("32b", "h200"): "fp8_norm",
+        ("8b", "b200"): "fp8_gemv", ("32b", "b200"): "fp8_gemv",
+    }  # fmt: skip
+
+
 def test_an_override_holds_for_the_formats_that_have_it() -> None:
     formats = {**rows_of("plain"), **rows_of("fp8_block")}
     made = table.resolve(facts_of("8b"), {"norm_linear": "gemv"}, formats=formats)
