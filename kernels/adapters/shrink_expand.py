@@ -12,8 +12,7 @@ three or four of them share an SM, and load the factors slot by slot.
 Few tokens leave most SMs idle during shrink, so its columns are split among CTAs, each of which
 writes a partial product. Expand adds the partial products, and loads `b` before it waits for them.
 
-Unquantized layers do not need the second kernel for up to 64 tokens, see
-`kernels.gemm.skinny_gemm`, and one token needs neither, see `kernels.gemm.gemv`.
+One token of an unquantized layer needs neither kernel, see `kernels.gemm.gemv`.
 
 A variant of a kernel takes up to a second to compile, so constants depend on classes of token
 counts, on the rank and on the number of slots, but neither on the sizes of a layer nor on the slots
@@ -31,11 +30,8 @@ from torch import Tensor
 from kernels.adapters.factors import LEAST_RANK, AdapterRows, Norm, SlotFactors, padded_rank
 from kernels.adapters.tiles import part_of_module, rows_of_tile
 from kernels.dependent_launch import wait_for_earlier
-from kernels.gemm import prefetch
 from kernels.gemm.add_norm import rms_norm
-from kernels.gemm.changes import load_factors
 from kernels.gemm.gemv import normed
-from kernels.gemm.prefetch import Prefetch
 from kernels.gemm.silu_mul import swiglu
 from kernels.gemm.skinny_gemm import load_reduced
 
@@ -76,12 +72,9 @@ def expand_adapters_swiglu(
 
 
 def shrink_adapters(
-    x: Tensor, norm: Norm | None, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0,
-    weight: Prefetch | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, norm: Norm | None, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0
+) -> Tensor:
     """Implements `plain.shrink_adapters`, with partial products in float32.
-
-    CTAs of their own load a part of the layer's `weight` into the L2 cache.
 
     The kernel normalizes a single token itself, because a separate norm would add a launch.
     """
@@ -101,9 +94,7 @@ def shrink_adapters(
     span = triton.cdiv(triton.cdiv(num_columns, splits), _SHRINK_COLUMNS) * _SHRINK_COLUMNS
     splits = triton.cdiv(num_columns, span)
     out = torch.empty(splits, num_tokens, modules, rank, dtype=torch.float32, device=x.device)
-    own = (rows.last - rows.first) * tiles
-    others = 0 if weight is None else triton.cdiv(weight.num_ctas, blocks * splits)
-    _shrink_kernel[own + others, blocks, splits](
+    _shrink_kernel[(rows.last - rows.first) * tiles, blocks, splits](
         x,
         factors.a,
         rows.slots,
@@ -115,8 +106,6 @@ def shrink_adapters(
         num_columns,
         height,
         span,
-        own,
-        *(prefetch.NOTHING if weight is None else weight.arguments),
         TOKENS=tokens,
         ROWS=tile,
         TILE=_SHRINK_COLUMNS // 2 if is_wide else _SHRINK_COLUMNS,
@@ -241,7 +230,7 @@ def _expand_many(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_slot", "own"])
+@triton.jit(do_not_specialize=["num_tokens", "first_slot"])
 def _shrink_kernel(
     x_ptr,
     a_ptr,
@@ -254,14 +243,6 @@ def _shrink_kernel(
     num_columns,
     height,
     span,
-    own,
-    fetch_ptr,
-    fetch_count,
-    fetch_start,
-    fetch_inner,
-    fetch_outer,
-    fetch_step,
-    fetch_size,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -270,44 +251,21 @@ def _shrink_kernel(
 ):
     """Computes a tile of rows of a slot's `a`, `[height, num_columns]`, for a tile of tokens.
 
-    WIDTH is 0 if the kernel does not normalize its input. CTAs from `own` on load a weight.
+    WIDTH is 0 if the kernel does not normalize its input.
     """
-    if fetch_ptr is not None:
-        other = tl.program_id(0) - own
-        if other >= 0:
-            other = (other * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2)
-            prefetch.ask(
-                other + tl.program_id(2),
-                fetch_ptr,
-                fetch_count,
-                fetch_start,
-                fetch_inner,
-                fetch_outer,
-                fetch_step,
-                fetch_size,
-            )
-            return
     tiles = (height + ROWS - 1) // ROWS
     slot = first_slot + tl.program_id(0) // tiles
     row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
     is_row = row < height
-    is_own = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1) == slot
+    own = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1) == slot
     column = split * span + tl.arange(0, TILE)
     weights = a_ptr + (slot.to(tl.int64) * height + row)[:, None] * num_columns + column[None, :]
     inputs = x_ptr + token.to(tl.int64)[:, None] * num_columns + column[None, :]
-    has_any = tl.max(is_own.to(tl.int32), 0) > 0
-    if fetch_ptr is not None:  # noqa: SIM102 - the constant has to stand alone
-        # No earlier kernel writes the factors. The tensor may end within the last split of others.
-        if has_any & ((split + 1) * span <= num_columns) & (height % ROWS == 0):
-            start = (slot.to(tl.int64) * height + tl.program_id(0) % tiles * ROWS) * num_columns
-            start += split * span
-            each = span * ROWS // 128
-            prefetch.ask(0, a_ptr, 128, start, ROWS, each, num_columns, each * 2)
     # A CTA without tokens waits, too: the next kernel waits for this one alone.
     wait_for_earlier(PDL)
-    if has_any:
+    if tl.max(own.to(tl.int32), 0) > 0:
         scale = 1.0
         if WIDTH:
             each = tl.arange(0, WIDTH)
@@ -317,14 +275,14 @@ def _shrink_kernel(
         for at in tl.range(0, span, TILE):
             inside = column + at < num_columns
             weight = tl.load(weights + at, mask=is_row[:, None] & inside[None, :], other=0.0)
-            x = tl.load(inputs + at, mask=is_own[:, None] & inside[None, :], other=0.0)
+            x = tl.load(inputs + at, mask=own[:, None] & inside[None, :], other=0.0)
             if WIDTH:
                 norm = tl.load(norm_ptr + column + at, mask=inside, other=0.0)
                 x = normed(x.to(tl.float32), norm[None, :], scale, weight.dtype)
                 x = x.to(weight.dtype)
             acc = tl.dot(x, tl.trans(weight), acc)
         place = (split * num_tokens + token).to(tl.int64)[:, None] * height + row[None, :]
-        tl.store(out_ptr + place, acc, mask=is_own[:, None] & is_row[None, :])
+        tl.store(out_ptr + place, acc, mask=own[:, None] & is_row[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_slot", "last_slot", "modules"])
@@ -383,9 +341,9 @@ def _expand_kernel(
         # All columns of a slot are used, or none. The compiler cannot know, and would load them one
         # by one.
         used = tl.max_constancy(used, 16)  # the smallest rank
-        b = load_factors(b_ptr, row, is_row, column, used, b_stride)
+        b = _factors(b_ptr, row, is_row, column, used, b_stride)
         if SWIGLU:
-            up_b = load_factors(b_ptr, row + size0, is_row, column, used, b_stride)
+            up_b = _factors(b_ptr, row + size0, is_row, column, used, b_stride)
     wait_for_earlier(PDL)
     if SWIGLU or has_any:
         acc = tl.zeros((TOKENS, ROWS), tl.float32)
@@ -405,11 +363,11 @@ def _expand_kernel(
                 if tl.max(hits.to(tl.int32), 0) > 0:
                     column = at + tl.arange(0, CHUNK)
                     used = column < last_slot * RANK
-                    b = load_factors(b_ptr, row, is_row, column, used, b_stride)
+                    b = _factors(b_ptr, row, is_row, column, used, b_stride)
                     x = _products(own, slot, at, stride, SPLITS, RANK, CHUNK, b.dtype)
                     acc = tl.dot(x, tl.trans(b), acc)
                     if SWIGLU:
-                        b = load_factors(b_ptr, row + size0, is_row, column, used, b_stride)
+                        b = _factors(b_ptr, row + size0, is_row, column, used, b_stride)
                         x = _products(own + RANK, slot, at, stride, SPLITS, RANK, CHUNK, b.dtype)
                         up_acc = tl.dot(x, tl.trans(b), up_acc)
         inside = is_token[:, None] & is_row[None, :]
@@ -537,6 +495,13 @@ def _add_slots(acc, x, slot, least, most, b_ptr, row, is_row, b_stride, RANK: tl
         chosen = tl.where((slot == each)[:, None], x, 0.0)
         acc = tl.dot(chosen, tl.trans(b), acc)
     return acc
+
+
+@triton.jit
+def _factors(b_ptr, row, is_row, column, used, b_stride):
+    """Loads a tile `[ROWS, CHUNK]` of `b`. Columns that are not used are zeros."""
+    place = row.to(tl.int64)[:, None] * b_stride + column[None, :]
+    return tl.load(b_ptr + place, mask=is_row[:, None] & used[None, :], other=0.0)
 
 
 @triton.jit

@@ -18,8 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import wait_for_earlier
-from kernels.gemm import prefetch
-from kernels.gemm.prefetch import Prefetch
 from kernels.gemm.silu_mul import swiglu
 from kernels.tuning import GemvConfig, gemv_config
 
@@ -51,7 +49,6 @@ def shrink(
     slots: Tensor,
     *,
     pdl: int = 0,
-    weight: Prefetch | None = None,
 ) -> Tensor:
     """Multiplies a token by the factors `a` of its slot: `[1, K]` → `[modules, rank]`.
 
@@ -65,26 +62,13 @@ def shrink(
         a: `[slots, modules, rank, K]`, factors `a` of all slots.
         slots: `[1]` int64, slot of the token, -1 for none.
         pdl: mode of dependent launch, see `wait_for_earlier`.
-        weight: part of the layer's weight that CTAs of its own load into the L2 cache.
     """
     _, modules, rank, num_columns = a.shape
     out = x.new_empty(modules, rank)
     tile = triton.next_power_of_2(num_columns)
     config = GemvConfig(rows=1, tile=tile, stages=0, warps=8 if tile > 4096 else 4)
-    _launch(x, a, out.view(1, -1), "linear", None, norm, eps, pdl, config, None, slots, weight)
+    _launch(x, a, out.view(1, -1), "linear", None, norm, eps, pdl, config, slots=slots)
     return out
-
-
-def held(
-    kind: str, weight: Tensor, num_sms: int, config: GemvConfig | None = None
-) -> Prefetch | None:
-    """Returns what follows the part of a weight that the waiting CTAs of its GEMV hold.
-
-    A CTA holds a tile of its rows, and takes some 128 registers for each thread.
-    """
-    config = config or gemv_config(kind, *weight.shape)
-    resident = num_sms * (16 // config.warps) * config.rows
-    return prefetch.behind(weight, resident, config.tile, 2 if kind == "norm_swiglu" else 1)
 
 
 def linear(
@@ -167,7 +151,6 @@ def _launch(
     config: GemvConfig | None,
     change: Change | None = None,
     slots: Tensor | None = None,
-    fetched: Prefetch | None = None,
 ) -> None:
     """Launches the kernel. `slots` selects one of several weights, whose rows `out` has."""
     num_columns, num_rows = x.shape[1], out.shape[1]
@@ -180,10 +163,7 @@ def _launch(
         sizes[: len(change.sizes)], rank, slots = change.sizes, change.b.shape[2], change.slots
     while any(size % rows for size in (num_rows, *sizes)):
         rows //= 2
-    # The factors that a CTA holds before the wait must not cost an SM a CTA.
-    options = {"maxnreg": 128} if change is not None and config.warps >= 4 else {}
-    num_ctas = num_rows // rows + (0 if fetched is None else fetched.num_ctas)
-    _gemv_kernel[(num_ctas,)](
+    _gemv_kernel[(num_rows // rows,)](
         x,
         weight,
         out,
@@ -196,7 +176,6 @@ def _launch(
         None if change is None else change.b,
         0 if change is None else change.b.stride(0),
         *sizes[:-1],
-        *(prefetch.NOTHING if fetched is None else fetched.arguments),
         WIDTH=num_columns,
         ROWS=rows,
         TILE=config.tile,
@@ -210,7 +189,6 @@ def _launch(
         PDL=pdl,
         num_warps=config.warps,
         launch_pdl=pdl > 0,
-        **options,
     )
 
 
@@ -230,13 +208,6 @@ def _gemv_kernel(
     size0,
     size1,
     size2,
-    fetch_ptr,
-    fetch_count,
-    fetch_start,
-    fetch_inner,
-    fetch_outer,
-    fetch_step,
-    fetch_size,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -254,20 +225,6 @@ def _gemv_kernel(
     With RANK, it adds the products times the factors `b` of the token's slot. Without RANK but with
     slots, the weight is the slot's part of several, and the output of no slot is zeros.
     """
-    if fetch_ptr is not None:
-        num_ctas = num_rows // ROWS
-        if tl.program_id(0) >= num_ctas:
-            prefetch.ask(
-                tl.program_id(0) - num_ctas,
-                fetch_ptr,
-                fetch_count,
-                fetch_start,
-                fetch_inner,
-                fetch_outer,
-                fetch_step,
-                fetch_size,
-            )
-            return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, TILE)
     inside = column < WIDTH
@@ -288,14 +245,6 @@ def _gemv_kernel(
     norm = column.to(tl.float32)
     if NORM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
-    b, product, up_b, up_product = 0.0, 0.0, 0.0, 0.0
-    if RANK:
-        rank = tl.broadcast_to(tl.arange(0, RANK)[None, :], (ROWS, RANK))
-        places = b_ptr + row.to(tl.int64)[:, None] * b_stride + slot * RANK + rank
-        b = tl.load(places, mask=slot >= 0, other=0.0)
-        if SWIGLU:
-            up_places = places + tl.cast(num_rows, tl.int64) * b_stride
-            up_b = tl.load(up_places, mask=slot >= 0, other=0.0)
     wait_for_earlier(PDL)
     dtype = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
@@ -308,7 +257,11 @@ def _gemv_kernel(
             squares += other * other
         scale = tl.rsqrt(tl.sum(squares) / WIDTH + eps)
         x = normed(x, norm, scale, dtype)
+    b, product, up_b, up_product = 0.0, 0.0, 0.0, 0.0
     if RANK:  # here, where the norm's registers are free: the sums below hide the loads
+        rank = tl.broadcast_to(tl.arange(0, RANK)[None, :], (ROWS, RANK))
+        places = b_ptr + row.to(tl.int64)[:, None] * b_stride + slot * RANK + rank
+        b = tl.load(places, mask=slot >= 0, other=0.0)
         module = 0
         if not SWIGLU:  # a CTA has rows of one module
             first = tl.program_id(0) * ROWS
@@ -316,6 +269,9 @@ def _gemv_kernel(
             module += (first >= size0 + size1 + size2).to(tl.int32)
         product = tl.load(products_ptr + module * RANK + rank)
         if SWIGLU:
+            up_b = tl.load(
+                places + tl.cast(num_rows, tl.int64) * b_stride, mask=slot >= 0, other=0.0
+            )
             up_product = tl.load(products_ptr + RANK + rank)
     acc = weight.to(tl.float32) * x[None, :]
     up_acc = up_weight.to(tl.float32) * x[None, :]

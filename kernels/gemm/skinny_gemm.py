@@ -10,9 +10,6 @@ once (`load_reduced`), so the rounding does not change.
 The GEMM before SwiGLU is not split. Half of a CTA's rows belong to gate and the other half are the
 same rows of up, so that the epilogue can apply the activation.
 
-With `Changes`, the first split also adds the changes of adapters, whose factors `b` it multiplies
-after its part of the weight. A step has up to 64 tokens, so all slots are multiplied at once.
-
 The reference implementations are `split_k_partials` and `linear_swiglu` of `kernels.plain`.
 """
 
@@ -26,14 +23,10 @@ from torch import Tensor
 
 from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
-from kernels.gemm.changes import Changes, load_factors, load_products
 from kernels.gemm.silu_mul import swiglu
 from kernels.tuning import SKINNY_TOKENS, SkinnyConfig
 
 _REDUCED = 1024  # elements that a CTA reduces
-_CHUNK = 64  # columns of `b`, of all slots together, that are multiplied at the same time
-_REGISTERS = 1 << 16  # of an SM
-_MODULES = 4  # modules of a layer with adapters at most
 
 
 def split_k_partials(
@@ -44,16 +37,12 @@ def split_k_partials(
     *,
     shared_memory_bytes: int,
     pdl: int = 0,
-    changes: Changes | None = None,
 ) -> Tensor:
-    """Computes partial sums of `x @ weight.T + bias`: `[T, K]`, `[N, K]` → `[S, T, N]` float32.
-
-    With `changes`, the rows of each of the layer's modules have to divide into tiles.
-    """
+    """Computes partial sums of `x @ weight.T + bias`: `[T, K]`, `[N, K]` → `[S, T, N]` float32."""
     num_columns = x.shape[1]
     size = (-(-num_columns // config.span(num_columns)), len(x), len(weight))
     out = torch.empty(size, dtype=torch.float32, device=x.device)
-    _launch(x, weight, bias, out, config, shared_memory_bytes, pdl, changes, swiglu=False)
+    _launch(x, weight, bias, out, config, shared_memory_bytes, pdl, swiglu=False)
     return out
 
 
@@ -65,11 +54,10 @@ def linear_swiglu(
     *,
     shared_memory_bytes: int,
     pdl: int = 0,
-    changes: Changes | None = None,
 ) -> Tensor:
     """Computes `silu_and_mul(x @ weight.T + bias)`: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
     out = x.new_empty(len(x), len(weight) // 2)
-    _launch(x, weight, bias, out, config, shared_memory_bytes, pdl, changes, swiglu=True)
+    _launch(x, weight, bias, out, config, shared_memory_bytes, pdl, swiglu=True)
     return out
 
 
@@ -133,7 +121,6 @@ def _launch(
     config: SkinnyConfig,
     shared_memory_bytes: int,
     pdl: int,
-    changes: Changes | None,
     *,
     swiglu: bool,
 ) -> None:
@@ -141,18 +128,6 @@ def _launch(
     num_rows, span = len(weight), config.span(num_columns)
     padded = min(max(16, triton.next_power_of_2(num_tokens)), SKINNY_TOKENS)
     grid = num_rows // config.rows, triton.cdiv(num_columns, span), triton.cdiv(num_tokens, padded)
-    sizes, splits, modules, rank, width = [0] * _MODULES, 0, 0, 0, 0
-    slots = products = b = None
-    first = last = stride = 0
-    options: dict[str, int] = {}
-    if changes is not None:
-        products, b, slots = changes.products, changes.b, changes.slots
-        first, last, stride = changes.first, changes.last, b.stride(0)
-        splits, _, modules, rank = products.shape
-        assert modules <= _MODULES, f"{modules} modules"
-        sizes[:modules], width = changes.sizes, b.shape[1] * rank
-        if config.ctas_per_sm > 1:  # else the end of the kernel would take the registers of a CTA
-            options["maxnreg"] = _REGISTERS // (32 * config.warps * config.ctas_per_sm) // 8 * 8
     _skinny_gemm_kernel[grid](
         x,
         weight,
@@ -161,14 +136,6 @@ def _launch(
         num_tokens,
         num_rows,
         num_columns,
-        slots,
-        products,
-        b,
-        stride,
-        first,
-        last,
-        modules,
-        *sizes[:-1],
         TOKENS=padded,
         ROWS=config.rows,
         TILE=config.tile,
@@ -177,17 +144,13 @@ def _launch(
         STAGES=config.stages(padded, shared_memory_bytes),
         BIAS=bias is not None,
         SWIGLU=swiglu,
-        RANK=rank,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(width)),
-        PRODUCTS=splits,
         PDL=pdl,
         num_warps=config.warps,
         launch_pdl=pdl > 0,
-        **options,
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_slot", "last_slot", "modules"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _skinny_gemm_kernel(
     x_ptr,
     weight_ptr,
@@ -196,16 +159,6 @@ def _skinny_gemm_kernel(
     num_tokens,
     num_rows,
     num_columns,
-    slots_ptr,
-    products_ptr,
-    b_ptr,
-    b_stride,
-    first_slot,
-    last_slot,
-    modules,
-    size0,
-    size1,
-    size2,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -214,15 +167,8 @@ def _skinny_gemm_kernel(
     STAGES: tl.constexpr,
     BIAS: tl.constexpr,
     SWIGLU: tl.constexpr,
-    RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRODUCTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes ROWS rows of the output, or a split of them, for a tile of tokens.
-
-    With RANK, it adds PRODUCTS partial products of `shrink` times the factors `b`.
-    """
     HALF: tl.constexpr = ROWS // 2
     index = tl.arange(0, ROWS)
     if SWIGLU:
@@ -245,31 +191,6 @@ def _skinny_gemm_kernel(
         weight = tl.load(weights + at)
         x = tl.load(inputs + at, mask=inside, other=0.0)
         acc = tl.dot(weight, tl.trans(x), acc)
-    if RANK:  # noqa: SIM102 - the constant has to stand alone
-        if split == 0:
-            slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1).to(tl.int32)
-            first = tl.program_id(0) * ROWS  # a CTA has rows of one module, or of gate and up
-            module = 0
-            if not SWIGLU:
-                module = (first >= size0).to(tl.int32) + (first >= size0 + size1).to(tl.int32)
-                module += (first >= size0 + size1 + size2).to(tl.int32)
-            own = products_ptr + token * (modules * RANK) + module * RANK
-            acc = _add_changes(
-                acc,
-                slot,
-                own,
-                num_tokens.to(tl.int64) * (modules * RANK),
-                b_ptr,
-                b_stride,
-                row,
-                index < HALF,
-                first_slot * RANK,
-                last_slot * RANK,
-                SWIGLU,
-                RANK,
-                CHUNK,
-                PRODUCTS,
-            )
     if BIAS:
         bias = tl.load(bias_ptr + row).to(tl.float32)
         acc += tl.where(split == 0, bias, 0.0)[:, None]
@@ -283,57 +204,6 @@ def _skinny_gemm_kernel(
     else:
         place = (split * num_tokens + token)[:, None] * num_rows + row[None, :]
         tl.store(out_ptr + place, tl.trans(acc), mask=inside)
-
-
-@triton.jit
-def _add_changes(
-    acc,
-    slot,
-    own,
-    stride,
-    b_ptr,
-    b_stride,
-    row,
-    is_gate,
-    first,
-    last,
-    SWIGLU: tl.constexpr,
-    RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-):
-    """Adds the changes of adapters to `acc` `[ROWS, TOKENS]`.
-
-    Args:
-        acc: the output.
-        slot: slot of each token, -1 for none.
-        own: pointers to each token's products of the rows' module, or of gate.
-        stride: elements between two partial products.
-        b_ptr: factors `b` of all slots.
-        b_stride: elements between two rows of the factors.
-        row: rows of the layer.
-        is_gate: which of the rows belong to gate. The others belong to up.
-        first, last: range of columns of the factors whose slots may occur.
-    """
-    WIDTH: tl.constexpr = min(RANK, CHUNK)
-    GROUP: tl.constexpr = CHUNK // WIDTH
-    for at in tl.range(first, last, CHUNK, num_stages=1):
-        group = at // RANK + tl.arange(0, GROUP)
-        is_used = tl.max((slot[:, None] == group[None, :]).to(tl.int32), 0)
-        if tl.max(is_used, 0) > 0:
-            used = tl.reshape(tl.broadcast_to((is_used > 0)[:, None], (GROUP, WIDTH)), (CHUNK,))
-            # All columns of a slot are used, or none. The compiler cannot know, and would load them
-            # one by one.
-            used = tl.max_constancy(used, 16)  # the smallest rank
-            b = load_factors(b_ptr, row, row >= 0, at + tl.arange(0, CHUNK), used, b_stride)
-            x = load_products(own, slot, at, stride, PRODUCTS, RANK, CHUNK, b.dtype)
-            if SWIGLU:
-                acc = tl.dot(tl.where(is_gate[:, None], b, 0.0), tl.trans(x), acc)
-                x = load_products(own + RANK, slot, at, stride, PRODUCTS, RANK, CHUNK, b.dtype)
-                acc = tl.dot(tl.where(is_gate[:, None], 0.0, b), tl.trans(x), acc)
-            else:
-                acc = tl.dot(b, tl.trans(x), acc)
-    return acc
 
 
 @triton.jit

@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -41,12 +40,8 @@ from tests.gpu.twins import CUDA, error, random
 from tests.known_drafts import KnownSources, from_answer
 
 pytest.importorskip("triton")
-from kernels import tuning
 from kernels.adapters import shrink_expand
-from kernels.device import DeviceFacts
-from kernels.gemm import gemv, skinny_gemm
-from kernels.gemm.changes import Changes
-from kernels.gemm.prefetch import first_columns
+from kernels.gemm import gemv
 
 pytestmark = pytest.mark.gpu
 SLOTS = 8
@@ -145,8 +140,7 @@ def test_gemvs_add_the_change_of_one_token(sizes: tuple[int, ...], rank: int) ->
         slots = torch.tensor([slot], device=CUDA)
 
         def change(x: Tensor, norm: Tensor | None, slots: Tensor = slots) -> gemv.Change:
-            behind = gemv.held("norm_linear", weight, 132)
-            products = gemv.shrink(x, norm, 1e-6, factors.a, slots, pdl=2, weight=behind)
+            products = gemv.shrink(x, norm, 1e-6, factors.a, slots, pdl=2)
             return gemv.Change(products, factors.b, factors.sizes, slots)
 
         normed = rms_norm(x, norm, 1e-6)
@@ -165,44 +159,6 @@ def test_gemvs_add_the_change_of_one_token(sizes: tuple[int, ...], rank: int) ->
         added, out = change(x, None), residual.clone()
         gemv.linear_residual(x, weight, None, out, pdl=2, change=added)
         assert error(out, residual.double() + wanted) < CHANGE, slot
-
-
-@pytest.mark.parametrize("count", [2, 17, 64])
-@pytest.mark.parametrize("rank", [16, 128])
-@pytest.mark.parametrize("sizes", [QKV, GATE_UP, DOWN])
-def test_skinny_gemms_add_the_changes_of_a_few_tokens(
-    sizes: tuple[int, ...], rank: int, count: int
-) -> None:
-    """Without slots, a GEMM gives the bits of the base layer. Weights are small beside changes."""
-    torch.manual_seed(0)
-    columns, rows_of_layer = 12288 if sizes == DOWN else 4096, sum(sizes)
-    factors, x = factors_of(sizes, columns, rank), random(count, columns)
-    weight = random(rows_of_layer, columns) * columns**-0.5
-    gpu = DeviceFacts.of(torch.device(CUDA))
-    given: dict[str, Any] = {"shared_memory_bytes": gpu.shared_memory_bytes, "pdl": 2}
-    split, whole = (
-        of(gpu, rows_of_layer, columns)
-        for of in (tuning.split_k_config, tuning.skinny_swiglu_config)
-    )
-    assert split is not None and whole is not None
-    for kind in ("none", "one", "eight", "some"):
-        slots = slots_of(count, kind)
-        rows = AdapterRows(slots, SLOTS, 0, SLOTS)
-        wanted = exact(x.double() @ weight.double().T, x, factors, slots)
-        columns_of_splits = first_columns(weight, split.span(columns))
-        products = shrink_expand.shrink_adapters(
-            x, None, factors, rows, pdl=2, weight=columns_of_splits
-        )
-        given["changes"] = Changes(products, factors.b, sizes, slots, 0, SLOTS)
-        base: dict[str, Any] = {**given, "changes": None}
-        found = skinny_gemm.split_k_partials(x, weight, None, split, **given)
-        assert error(found.sum(0), wanted) < CHANGE, kind
-        plain_rows = skinny_gemm.split_k_partials(x, weight, None, split, **base)
-        assert torch.equal(found[:, slots < 0], plain_rows[:, slots < 0]), kind
-        if sizes == GATE_UP:
-            found = skinny_gemm.linear_swiglu(x, weight, None, whole, **given)
-            gate, up = wanted.chunk(2, 1)
-            assert error(found, torch.nn.functional.silu(gate) * up) < 2 * CHANGE, kind
 
 
 @pytest.mark.parametrize("count", [1, 33, 1000])
@@ -307,9 +263,8 @@ def reference(
     names = "shrink_adapters", "expand_adapters", "expand_adapters_swiglu"
     twins = {"plain", "unfused"}
     with monkeypatch.context() as patch:
-        for name in ("adapted_gemv", "adapted_linear"):
-            found = [each for each in ops.table._operations[name] if each.name in twins]
-            patch.setitem(ops.table._operations, name, found)
+        found = [each for each in ops.table._operations["adapted_gemv"] if each.name in twins]
+        patch.setitem(ops.table._operations, "adapted_gemv", found)
         for name in names:
             found = [each for each in ops.table._operations[name] if each.name == "plain"]
             assert len(ops.table._operations[name]) == 2, f"{name}: Triton was dropped"

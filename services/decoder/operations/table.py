@@ -271,12 +271,9 @@ def _adapted_gemv(facts: KernelFacts) -> Kernel:
         assert layer.adapters is not None
         factors, pdl = layer.adapters.factors, facts.pdl
         scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        weight, bias = layer.method.weight(layer), layer.bias
-        kind = "norm_swiglu" if is_swiglu else "linear" if norm is None else "norm_linear"
-        kind = kind if residual is None else "linear_residual"
-        behind = gemv.held(kind, weight, facts.device.num_sms) if pdl else None
-        products = gemv.shrink(x, scale, eps, factors.a, rows.slots, pdl=pdl, weight=behind)
+        products = gemv.shrink(x, scale, eps, factors.a, rows.slots, pdl=pdl)
         change = gemv.Change(products, factors.b, factors.sizes, rows.slots)
+        weight, bias = layer.method.weight(layer), layer.bias
         if scale is not None:
             kernel = gemv.norm_swiglu if is_swiglu else gemv.norm_linear
             return kernel(x, scale, eps, weight, bias, pdl=pdl, change=change)
@@ -284,34 +281,6 @@ def _adapted_gemv(facts: KernelFacts) -> Kernel:
             return gemv.linear(x, weight, bias, pdl=pdl, change=change)
         gemv.linear_residual(x, weight, bias, residual, pdl=pdl, change=change)
         return residual
-
-    return multiply
-
-
-def _adapted_skinny(facts: KernelFacts) -> Kernel:
-    from kernels.adapters import shrink_expand
-    from kernels.gemm.changes import Changes
-    from kernels.gemm.prefetch import first_columns
-
-    partials, swiglu = _skinny(facts, "split_k_partials"), _skinny(facts, "linear_swiglu")
-    split_k = cache(partial(tuning.split_k_config, facts.device))
-    whole = cache(partial(tuning.skinny_swiglu_config, facts.device))
-
-    def multiply(x: Tensor, layer: Linear, rows: AdapterRows, is_swiglu: bool) -> Tensor | None:
-        assert layer.adapters is not None
-        factors = layer.adapters.factors
-        config = (whole if is_swiglu else split_k)(layer.out_features, layer.in_features)
-        if factors.factor is not None or config is None:
-            return None
-        if any(size % config.rows for size in factors.sizes):  # a tile would have two modules
-            return None
-        columns = first_columns(layer.weight, config.span(layer.in_features))
-        products = shrink_expand.shrink_adapters(
-            x, None, factors, rows, pdl=facts.pdl, weight=columns
-        )
-        kernel = swiglu if is_swiglu else partials
-        changes = Changes(products, factors.b, factors.sizes, rows.slots, rows.first, rows.last)
-        return kernel(x, layer.weight, layer.bias, config, changes=changes)
 
     return multiply
 
@@ -464,12 +433,6 @@ ROWS: Sequence[Row] = (
         _tokens(1, tuning.GEMV_TOKENS),
     ),
     Row("adapted_gemv", "unfused", _unfused),
-    Row(
-        "adapted_linear", "skinny_gemm", _adapted_skinny,
-        _needs(_SKINNY, _skinny_projections, _skinny_swiglu),
-        _tokens(tuning.GEMV_TOKENS + 1, tuning.SKINNY_TOKENS),
-    ),
-    Row("adapted_linear", "unfused", _unfused),
     *_twins("output_gate", _GATES, plain.output_gate, pdl=True),
     *_twins("reduce_split_k", "gemm.skinny_gemm", plain.reduce_split_k, pdl=True),
     *_twins("delta_decode", f"{_DELTA}_decode", delta_rule.decode, _delta_sizes, pdl=True),
@@ -499,7 +462,6 @@ LAYER_ARGUMENT = {
     "linear_swiglu": 1,
     "moe": 2,
     "adapted_gemv": 3,
-    "adapted_linear": 1,
 }
 
 

@@ -1,16 +1,13 @@
 """Run by interpreted.py."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from kernels.adapters import plain, shrink_expand
 from kernels.adapters.factors import AdapterRows, SlotFactors
-from kernels.gemm import gemv, skinny_gemm
-from kernels.gemm.changes import Changes
+from kernels.gemm import gemv
 from kernels.plain import norm_linear, silu_and_mul
-from kernels.tuning import GemvConfig, SkinnyConfig
+from kernels.tuning import GemvConfig
 from services.common.nn.layers import RMSNorm
 from tests.unit.kernels.interpreter import assert_close
 
@@ -91,31 +88,6 @@ def check_one_token(
                 assert_close(found, silu_and_mul(wanted), atol=3e-5, rtol=3e-5)
 
 
-def check_few_tokens(
-    slots: list[int], sizes: tuple[int, ...], columns: int, count: int, rank: int, *,
-    first: int = 0, last: int | None = None,
-) -> None:  # fmt: skip
-    """Skinny GEMMs that add the changes of each token's slot to their first split."""
-    made = factors_of(sizes, columns, count, rank)
-    rows = AdapterRows(torch.tensor(slots), count, first, count if last is None else last)
-    x = torch.randn(len(slots), columns)
-    weight, bias = torch.randn(sum(sizes), columns) * 0.1, torch.randn(sum(sizes))
-    products = shrink_expand.shrink_adapters(x, None, made, rows)
-    products[:, [slot < 0 for slot in slots]] = torch.nan  # which nobody may read
-    changes = Changes(products, made.b, sizes, rows.slots, rows.first, rows.last)
-    twin = plain.expand_adapters(
-        torch.nn.functional.linear(x, weight, bias),
-        plain.shrink_adapters(x, None, made, rows), made, rows,
-    )  # fmt: skip
-    config = SkinnyConfig(64, 64, 4, 1, 2, splits=3)
-    given = {"shared_memory_bytes": 100_000, "changes": changes}
-    found = skinny_gemm.split_k_partials(x, weight, bias, config, **given)
-    assert_close(found.sum(0), twin, atol=3e-5, rtol=3e-5)
-    if len(sizes) == 2:
-        found = skinny_gemm.linear_swiglu(x, weight, bias, replace(config, splits=1), **given)
-        assert_close(found, silu_and_mul(twin), atol=3e-5, rtol=3e-5)
-
-
 if __name__ == "__main__":
     check([0], (64,), 328, 1, 8)
     check([1, -1, 0, 2], (40, 16, 16), 256, 3, 16, num_partials=2)  # tiles that are not full
@@ -132,8 +104,4 @@ if __name__ == "__main__":
     check_one_token((40, 16, 18), 96, 16)
     check_one_token((24, 24), 100, 24, GemvConfig(4, 32, 0, 1))
     check_one_token((64,), 96, 128, GemvConfig(4, 32, 2, 1))
-    check_few_tokens([2, -1, 0, 2, 1], (128, 64, 64), 192, 3, 16)
-    check_few_tokens([1, 7, -1, 0, 3] * 4, (64, 64), 128, 8, 24)  # two chunks
-    check_few_tokens([-1] * 3, (64, 64), 64, 2, 16)
-    check_few_tokens([3, 2, 3], (64,), 64, 5, 130, first=2, last=4)  # chunks of a part of a rank
     print("agreed")

@@ -67,13 +67,13 @@ def test_shrink_and_expand_compile_and_fit(device: str, rank: int, counts: tuple
             assert "griddepcontrol.wait" in launch.ptx
 
 
-def layer_of(rows: dict[str, int], columns: int, slots: int = 2) -> Linear:
-    """A layer with memory for adapters of some slots."""
+def layer_of(rows: dict[str, int], columns: int) -> Linear:
+    """A layer with memory for adapters of two slots."""
     with torch.device("meta"):
         made = Linear(columns, rows)
     weight = torch.empty(sum(rows.values()), columns, dtype=torch.bfloat16)
     made.weight = torch.nn.Parameter(weight, requires_grad=False)
-    made.adapters = AdapterStack.of(made, slots, 16, weight, ALONE)
+    made.adapters = AdapterStack.of(made, 2, 16, weight, ALONE)
     return made
 
 
@@ -104,37 +104,6 @@ def test_one_token_needs_two_launches_a_layer() -> None:
     assert [launch.name for launch in launches] == ["_gemv_kernel"] * 8
     heights = [launch.arguments["num_rows"] for launch in launches]
     assert heights == [48, 512, 16, 256, 32, 512, 16, 256]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "device", ["h100", pytest.param("rtx-pro-6000", marks=pytest.mark.nightly)]
-)
-def test_few_tokens_need_two_launches_a_layer(device: str) -> None:
-    """A shrink, and the GEMM of the base model, whose registers let as many CTAs share an SM."""
-    facts = KernelFacts(KNOWN_DEVICES[device], TEXT_SHAPES["8b"], torch.bfloat16)
-    ops = Ops(table.resolve(facts))
-    rows = AdapterRows(torch.zeros(64, dtype=torch.int64), 8, 0, 8, True)
-    kernels = adapted(ops.for_tokens(64), rows)
-    norm = RMSNorm(4096, 1e-6).to(torch.bfloat16)
-    qkv = layer_of({"q_proj": 4096, "k_proj": 1024, "v_proj": 1024}, 4096, 8)
-    gate_up = layer_of({"gate_proj": 12288, "up_proj": 12288}, 4096, 8)
-    down = layer_of({"": 4096}, 12288, 8)
-    residual = torch.empty(64, 4096, dtype=torch.bfloat16)
-    with compiled_launches(facts.device) as launches:
-        kernels.norm_linear(None, residual, norm, qkv)
-        inner, _ = kernels.norm_swiglu(None, residual, norm, gate_up, down)
-        assert inner.shape == (64, 12288)
-        found = kernels.linear_residual(inner, down, residual)
-        assert found is not None and found.shape[1:] == (64, 4096)
-    names = ["_add_norm_kernel", "_shrink_kernel", "_skinny_gemm_kernel"] * 2
-    assert [launch.name for launch in launches] == [*names, *names[1:3]]
-    for launch in launches:
-        assert launch.shared_bytes <= facts.device.shared_memory_bytes
-        if launch.name == "_skinny_gemm_kernel" and device == "h100":
-            assert launch.ptx.count("wgmma.mma_async") > 4
-            assert (".maxnreg 168" in launch.ptx) == (launch.arguments["num_rows"] > 4096)
 
 
 class _Variants:
