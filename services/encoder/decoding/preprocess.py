@@ -79,6 +79,15 @@ class Preprocessor:
         """Returns how many decoders may have videos of this size open at the same time."""
         return self.video_decoders.max_open(video.size) if self.video_decoders else 1
 
+    def finish_video(self, name: str) -> None:
+        """Notes that no unit of a video waits, so that its decoders may take other videos.
+
+        Args:
+            name: name of the video's file.
+        """
+        if self.video_decoders is not None:
+            self.video_decoders.finish(name)
+
     def decode_video(self, video: Video, unit: Unit, lane: int = 0) -> list[Tensor]:
         """Decodes the frames of a unit of a video. The video's decoder is free afterwards.
 

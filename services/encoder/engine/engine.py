@@ -98,7 +98,7 @@ class Engine:
         self._awaited: queue.SimpleQueue[LaunchedBatch | None] = queue.SimpleQueue()
         # Jobs that have not ended, by id. The receiver adds them, and the loop removes them.
         self._jobs: dict[int, Job] = {}
-        self._videos = VideoQueue(self._unprepared, self._jobs, max_further=workers // 4)
+        self._videos = VideoQueue(self._unprepared, self._jobs, preprocessor, workers // 4)
         self._launched: deque[LaunchedBatch] = deque()
         self._stopping = False
         self._num_images = 0

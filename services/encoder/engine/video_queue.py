@@ -4,6 +4,7 @@ of the pool are free decides how many lanes a video may have.
 
 from collections.abc import Mapping
 
+from services.encoder.decoding.preprocess import Preprocessor
 from services.encoder.decoding.source import Video
 from services.encoder.engine.job import Job
 from services.encoder.engine.preparation_queue import PreparationQueue
@@ -16,14 +17,20 @@ class VideoQueue:
     Args:
         queue: the preparation queue.
         jobs: jobs that have not ended, by job id.
+        preprocessor: owner of the videos' decoders, which is told when no unit of a video waits.
         max_further: see `VideoTurns`.
     """
 
     def __init__(
-        self, queue: PreparationQueue, jobs: Mapping[int, Job], *, max_further: int
+        self,
+        queue: PreparationQueue,
+        jobs: Mapping[int, Job],
+        preprocessor: Preprocessor,
+        max_further: int,
     ) -> None:
         self._queue = queue
         self._jobs = jobs
+        self._preprocessor = preprocessor
         self._turns = VideoTurns(max_further)
 
     def add(
@@ -65,3 +72,5 @@ class VideoQueue:
         is_busy = self._queue.num_free < 0
         if (following := self._turns.done(video, lane, is_busy=is_busy)) is not None:
             self._queue.put(following, self._jobs[following[1]].tenant)
+        elif not self._turns.holds(video):
+            self._preprocessor.finish_video(video)

@@ -148,6 +148,11 @@ class VideoTurns:
                 segment = following
             return self._begin(video, found, lane, segment)
 
+    def holds(self, video: Hashable) -> bool:
+        """Returns whether units of a video wait or are being decoded."""
+        with self._lock:
+            return video in self._videos
+
     def _begin(self, video: Hashable, found: _Video, lane: int, segment: int) -> Turn:
         """Gives a lane a segment, and returns the lane's next turn."""
         found.lanes[lane] = found.last[lane] = segment

@@ -134,6 +134,29 @@ def test_a_worker_is_started_ahead_of_each_video(held: Held) -> None:
         pool.close()
 
 
+def test_lanes_take_workers_of_finished_videos_before_one_is_started(held: Held) -> None:
+    """Otherwise each clip waits for new processes until there are as many as there may be."""
+    pool = ClipPool(9, memory_bytes=4 << 30)
+
+    def decode(file: MemoryAddress) -> None:
+        for lane in range(3):
+            with pool.frames(file, SIZE, (lane, lane), lane) as found:
+                assert len(found) == 1
+
+    try:
+        files = [held.put(make(frames=20)) for _ in range(3)]
+        decode(files[0])
+        assert len(worker_pids(pool)) == 4  # with the one that is started ahead
+        pool.finish(files[0].name)
+        decode(files[1])
+        assert len(worker_pids(pool)) == 4
+        decode(files[2])  # while frames of the second are wanted, which stays open
+        assert len(worker_pids(pool)) == 7
+        assert {files[1].name, f"{files[1].name}/2", f"{files[2].name}/2"} <= set(pool.open_videos)
+    finally:
+        pool.close()
+
+
 class Interpreter:
     """A Python interpreter that a test can disable, so that no process is started with it."""
 

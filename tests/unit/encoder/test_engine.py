@@ -139,6 +139,7 @@ class FakePreprocessor:
         prepared: images that were prepared, empty for frames of videos.
         decoded: frames of videos whose decoding has begun.
         lanes: lane of each of them.
+        finished: videos of which no unit waited any more.
     """
 
     def __init__(self) -> None:
@@ -151,6 +152,7 @@ class FakePreprocessor:
         self.prepared: list[bytes] = []
         self.decoded: list[tuple[int, int]] = []
         self.lanes: dict[tuple[int, int], int] = {}
+        self.finished: list[str] = []
 
     def prepare(self, source: Source, unit: Unit) -> torch.Tensor:
         (self.release if source.image == self.blocked else self.may_prepare).wait(PATIENCE_S)
@@ -163,6 +165,9 @@ class FakePreprocessor:
 
     def max_decoders(self, video: Video) -> int:
         return 4
+
+    def finish_video(self, name: str) -> None:
+        self.finished.append(name)
 
     def decode_video(self, video: Video, unit: Unit, lane: int = 0) -> list[torch.Tensor]:
         assert unit.frames is not None
@@ -374,6 +379,7 @@ def test_free_threads_decode_a_video_from_its_key_frames() -> None:
         assert len(running.preprocessor.decoded) == len(lanes) == 8
         for first in (0, 10, 20, 30):  # one decoder for each segment
             assert lanes[first, first + 1] == lanes[first + 5, first + 6]
+        assert running.preprocessor.finished == ["clip"]  # then other videos may have its decoders
     finally:
         running.stop()
 

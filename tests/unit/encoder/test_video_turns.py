@@ -18,7 +18,9 @@ def test_units_of_a_video_are_taken_in_the_order_of_their_frames() -> None:
     assert turns.take((1.0, 10)) == LaneUnit(10, 0)
     assert turns.done("a") == (3.0, 13)
     assert turns.take((3.0, 13)) == LaneUnit(13, 0)
+    assert turns.holds("a")
     assert turns.done("a") is None
+    assert not turns.holds("a") and turns.holds("b")
     assert turns.take((1.5, 12)) == LaneUnit(12, 0) and turns.done("b") is None
     assert turns.add("a", (2, 3), (4.0, 14)) == (4.0, 14)
 

@@ -3,7 +3,9 @@
 The front's threads ask for the facts of a file, and the engine's threads ask for frames. A worker
 keeps its video open between two questions, and further questions about the video go to the same
 worker. Frames that are requested in rising order are thus decoded in one pass. The caller may have
-several workers decode different parts of a video, which it numbers as *lanes*. Before a video is
+several workers decode different parts of a video, which it numbers as *lanes*. When the caller
+needs no further frames (`finish`), the workers of a video take other videos, before a further
+process is started, which takes as long as decoding some hundred frames. Before a video is
 opened, the memory of its worst case is reserved from a budget. If the budget is used up, idle
 videos are closed. Processes are started when the first video comes; later processes are started
 before they are needed. A video that ends its worker is reported as an `InvalidVideo`, and
@@ -82,12 +84,14 @@ class _Slot:
         name: name and lane of the video that the worker has open. Empty if no video is open.
         memory_bytes: memory reserved for the open video.
         is_busy: True while the worker answers a question.
+        is_finished: True if no further frames of the open video are wanted at present.
     """
 
     child: Child
     name: str = ""
     memory_bytes: int = 0
     is_busy: bool = False
+    is_finished: bool = False
 
 
 class ClipPool:
@@ -192,6 +196,18 @@ class ClipPool:
             finally:
                 slot.child.trim()
 
+    def finish(self, name: str) -> None:
+        """Notes that no further frames of a video are wanted at present. Its workers have the video
+        open until they take another video.
+
+        Args:
+            name: name of the video's file.
+        """
+        with self._changed:
+            for slot in self._slots:
+                if name in (slot.name, slot.name.rpartition("/")[0]):
+                    slot.is_finished = True
+
     def close(self) -> None:
         """Ends the processes. No video may be being decoded."""
         for slot in self._slots:
@@ -212,6 +228,7 @@ class ClipPool:
             self._slots.remove(slot)
             self._slots.append(slot)
             slot.name, slot.memory_bytes, slot.is_busy = name, memory_bytes, True
+            slot.is_finished = False
             with suppress(OSError):  # the pod may start no more processes now
                 self._start_spare(memory_bytes)
         try:
@@ -232,6 +249,9 @@ class ClipPool:
         idle = [slot for slot in self._slots if not slot.is_busy]
         spare = next((slot for slot in idle if not slot.name), None)
         others = [slot for slot in idle if slot.name]
+        for slot in others if spare is None else ():
+            if slot.is_finished and self._has_memory(memory_bytes - slot.memory_bytes):
+                return slot
         while not self._has_memory(memory_bytes) or (spare is None and self._is_full):
             if not others:
                 return None
@@ -244,7 +264,7 @@ class ClipPool:
 
     def _start_spare(self, memory_bytes: int) -> None:
         """Starts a worker for the next video of this size, which then does not wait for imports."""
-        has_spare = any(not slot.name for slot in self._slots)
+        has_spare = any(not slot.name or slot.is_finished for slot in self._slots)
         if not has_spare and not self._is_full and self._has_memory(memory_bytes):
             self._start_worker()
 
