@@ -67,6 +67,46 @@ def test_a_prediction_is_copied_from_its_start_and_found_again_behind_a_change()
     assert found.propose(4) == [] and not found.is_prediction
 
 
+def test_an_answer_returns_to_the_text_that_it_has_left() -> None:
+    """Behind a new value, a shorter one and a longer one, each by one equal token."""
+    key, other, end = [1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9]
+    text = ids(*key, 20, *other, 21, *end, *key)
+    found = lookup(text)
+    assert found.propose(2) == [20, 5]
+    for value, first, then in (([30], 5, [6, 7, 8]), ([31, 32, 33], 9, [9, 9, 1])):
+        for token_id in (*value, first):
+            assert found.propose(8)[:1] != [token_id]
+            text.append(token_id)
+            found.read(text)
+        assert found.propose(3) == then
+        text.extend(then)
+        found.read(text)
+
+
+def test_a_return_that_was_wrong_is_not_tried_again() -> None:
+    text = ids(1, 2, 3, 4, 5, 6, 7, 8, 40, 1, 2, 3)
+    found = lookup(text)
+    drafts = [found.propose(2)]
+    for token_id in (30, 6, 31, 8, 32):
+        text.append(token_id)
+        found.read(text)
+        drafts.append(found.propose(2))
+    assert drafts == [[4, 5], [], [7, 8], [], [], []]
+
+
+def test_an_answer_that_stays_away_returns_by_three_tokens_alone() -> None:
+    text = ids(*range(1, 40), 1, 2, 3)
+    found = lookup(text)
+    assert found.propose(1) == [4]
+    for token_id in (*range(100, 117), 6):
+        text.append(token_id)
+        found.read(text)
+        assert found.propose(1) == []
+    text.extend((7, 8))
+    found.read(text)
+    assert found.propose(1) == [9]
+
+
 @settings(deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 3), max_size=40),
@@ -77,7 +117,7 @@ def test_a_prediction_is_copied_from_its_start_and_found_again_behind_a_change()
 def test_each_draft_continues_some_equal_text(
     prompt: list[int], answer: list[int], prediction: list[int], most: int
 ) -> None:
-    """By exhaustive search; a missing draft means that no text is equal."""
+    """By exhaustive search, from the last token on. Three equal tokens always have drafts."""
     text = array("i", prompt)
     found = PromptLookup(text[:], array("i", prediction))
     follows = bool(prediction)  # the answer has begun as the prediction
@@ -91,16 +131,20 @@ def test_each_draft_continues_some_equal_text(
         if follows and number + 1 < len(prediction):
             assert drafts == prediction[number + 1 : number + 1 + most]
             continue
-        places = [
-            (source, place)
-            for source in (prediction, last)
-            for place in range(MIN_MATCH, len(source))
-            if source[place - MIN_MATCH : place] == last[-MIN_MATCH:] and len(last) >= MIN_MATCH
-        ]
-        assert bool(drafts) == bool(places)
+        places = {
+            length: [
+                (source, place)
+                for source in (prediction, last)
+                for place in range(length, len(source))
+                if source[place - length : place] == last[-length:] and len(last) >= length
+            ]
+            for length in (1, MIN_MATCH)
+        }
+        assert drafts or not places[MIN_MATCH]
         if drafts:
-            continued = [(source + drafts)[place : place + len(drafts)] for source, place in places]
-            assert drafts in continued
+            assert drafts in [
+                (source + drafts)[place : place + len(drafts)] for source, place in places[1]
+            ]
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3])

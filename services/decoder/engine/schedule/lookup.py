@@ -5,6 +5,10 @@ code. So the tokens that followed the last tokens of the sequence earlier in its
 them again. A client may also predict the answer (`prediction` of OpenAI's API). The prediction is a
 second text to copy from, and is tried before the sequence's own text.
 
+An answer that leaves the text which it repeats often returns to it soon, behind a new value in JSON
+or a changed name in code. A single equal token shows the place then: the nearest one behind the
+place where the answer has left the text.
+
 Only the sequence's own text is searched. Drafts never cross requests.
 """
 
@@ -23,6 +27,8 @@ MIN_MATCH = 3
 _MAX_MATCH = 24
 # The most places that are compared.
 _MAX_PLACES = 8
+# Within so many tokens an answer may return to the text that it has left.
+_MAX_GAP = 16
 # A token that is never proposed and never matches: an image's placeholder.
 NO_TOKEN = -1
 _ID_BITS = 21
@@ -91,6 +97,10 @@ class PromptLookup:
         # The text that the completion repeats now, and the place in it of the next token.
         self._source = self._prediction
         self._at = 0
+        # The text that the completion has left, the place in it of the token that differed, and the
+        # number of the sequence's tokens then.
+        self._left: tuple[_Text, int, int] | None = None
+        self._returned_at = -1  # the place to which the completion has returned, not confirmed yet
 
     @property
     def is_prediction(self) -> bool:
@@ -100,8 +110,13 @@ class PromptLookup:
         own, source, at = self._own, self._source, self._at
         for token_id in token_ids[len(own.ids) :]:
             if source is not None:
-                at = at + 1 if at < len(source.ids) and source.ids[at] == token_id else -1
-                source = source if at >= 0 else None
+                if at < len(source.ids) and source.ids[at] == token_id:
+                    at += 1
+                else:
+                    # A return whose first token was wrong is not tried again.
+                    is_wrong = at == self._returned_at
+                    self._left = None if is_wrong else (source, at, len(own.ids))
+                    source, self._returned_at = None, -1
             own.append(token_id)
         self._source, self._at = source, at
 
@@ -135,6 +150,23 @@ class PromptLookup:
                 length = text.num_equal(place, last)
                 if length > longest:
                     self._source, self._at, longest = text, place, length
+        if self._source is None:
+            self._return()
+
+    def _return(self) -> None:
+        """Looks for the sequence's last token close behind the place where it left its source."""
+        if (left := self._left) is None:
+            return
+        source, at, num_tokens = left
+        if len(self._own.ids) - num_tokens > _MAX_GAP:
+            self._left = None
+            return
+        last, end = self._own.ids[-1], min(at + _MAX_GAP, len(source.ids) - 1)
+        if source is self._own:  # the tokens since then are not what it has left
+            end = min(end, num_tokens)
+        if last in (found := source.ids[at:end]):
+            self._source, self._at = source, at + found.index(last) + 1
+            self._left, self._returned_at = None, self._at
 
 
 class _Text:
