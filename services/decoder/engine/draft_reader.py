@@ -6,8 +6,6 @@ host launches the next step meanwhile. That step finds the drafts on the device,
 does not wait for the host. The host reads their ids with the results of that step.
 """
 
-from collections.abc import Callable
-
 from services.common.clock import Clock
 from services.decoder.engine.runner import PendingStep
 from services.decoder.engine.schedule.batch import Batch
@@ -22,7 +20,6 @@ class DraftReader:
         scheduler: the scheduler of the engine's sequences.
         times: the times of the engine's steps.
         clock: the engine's clock.
-        launch: launches a batch.
         ahead: True if steps may be launched before the drafts of the step before are read.
     """
 
@@ -31,12 +28,11 @@ class DraftReader:
         scheduler: Scheduler,
         times: StepTimes,
         clock: Clock,
-        launch: Callable[[Batch], None],
         *,
         ahead: bool,
     ) -> None:
         self._scheduler, self._times, self._clock = scheduler, times, clock
-        self._launch, self._ahead = launch, ahead
+        self._ahead = ahead
         # A batch that was launched before the host knew its drafts, and the step that made them.
         self._unread: tuple[Batch, PendingStep] | None = None
 
@@ -51,7 +47,9 @@ class DraftReader:
                 ids = drafts[chunk.group, : len(chunk.drafts)].clip(min=0)
                 chunk.drafts = tuple(ids.tolist())
 
-    def look(self, batch: Batch, pending: PendingStep, now: float, *, in_flight: bool) -> None:
+    def look(
+        self, batch: Batch, pending: PendingStep, now: float, *, in_flight: bool
+    ) -> Batch | None:
         """Looks for drafts behind the tokens of a step, and notes the step's time.
 
         Args:
@@ -59,6 +57,9 @@ class DraftReader:
             pending: the step.
             now: when the tokens were read.
             in_flight: True if a later step is in flight.
+
+        Returns:
+            The next batch, if it is to be launched while the device makes the drafts, else None.
         """
         times, decodes = self._times, self._scheduler.decodes
         if not self._ahead or in_flight or self._needs_ids(batch):
@@ -66,15 +67,16 @@ class DraftReader:
                 times.drafted(self._clock() - now, in_flight=in_flight)
             decodes.speculation.timed(batch.chunks, times.read(batch, now, in_flight=in_flight))
             decodes.look_for_drafts(batch.chunks, drafts)
-            return
+            return None
         decodes.speculation.timed(batch.chunks, times.read(batch, now, in_flight=False))
         decodes.look_for_unknown_drafts(batch.chunks, batch.num_head_drafts)
         following = self._scheduler.schedule()
-        if following.chunks:
-            times.drafted(self._clock() - now, in_flight=False)
-            self._unread = following, pending
-            self._launch(following)
         decodes.forget_unknown_drafts(batch.chunks)
+        if not following.chunks:
+            return None
+        times.drafted(self._clock() - now, in_flight=False)
+        self._unread = following, pending
+        return following
 
     def _needs_ids(self, batch: Batch) -> bool:
         """Returns whether the host has to know the drafts before it can launch the next step.

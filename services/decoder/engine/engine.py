@@ -120,7 +120,7 @@ class Engine:
             step_cost=self._times.cost,
             speculation=self.speculation,
         )
-        self._drafts = DraftReader(self.scheduler, self._times, clock, self._launch, ahead=overlap)
+        self._drafts = DraftReader(self.scheduler, self._times, clock, ahead=overlap)
         self.sequences: dict[int, Sequence] = {}
         self.pending: deque[tuple[int, Batch, PendingStep]] = deque()
         self.planned: tuple[Batch, Step] | None = None
@@ -128,9 +128,8 @@ class Engine:
         self._launch_gate = LaunchGate(self.scheduler, self._times, clock)
         self._events: list[SequenceEvent] = []
         self._images_read: list[ImagesOf] = []
-        # When the front gets the end event of a sequence, it gives the memory of the sequence's
-        # images to other images. If a step in flight may still read them, the event waits here,
-        # with the number of that step, until the step is done.
+        # At the end event of a sequence, the front gives the memory of its images to other images.
+        # If a step in flight may still read them, the event waits here, with that step's number.
         self._delayed: list[tuple[int, SequenceEvent]] = []
         self._num_prompt_tokens = 0
         self._sent = _gauges(self.stats())  # the gauges of the last `StepDone`
@@ -250,7 +249,8 @@ class Engine:
             self.gate.read(self.pending[0][1] if self.pending else None, now)
             self._drafts.read_ids(oldest)
             self._postprocess(oldest, output)
-            self._drafts.look(oldest, pending, now, in_flight=bool(self.pending))
+            if following := self._drafts.look(oldest, pending, now, in_flight=bool(self.pending)):
+                self._launch(following)
         if self._delayed:
             first = self._first_in_flight()
             self._events += [event for step, event in self._delayed if step < first]
