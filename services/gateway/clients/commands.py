@@ -62,9 +62,7 @@ class Commands:
         return pb.GenerateCommand(batch=pb.CommandBatch(commands=commands))
 
     def _take(self, place: float, sequence_id: int) -> pb.GenerateCommand | None:
-        """Returns the command of an entry that was taken from the queue. None for a
-        cancelled submit.
-        """
+        """Returns the command of an entry taken from the queue. None for a cancelled submit."""
         if place == _FIRST:
             return pb.GenerateCommand(cancel=pb.Cancel(sequence_id=sequence_id))
         self._order.served(place)

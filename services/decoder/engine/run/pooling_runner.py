@@ -53,8 +53,8 @@ class PoolingRunner(ModelRunner):
         fourth of the parts of `Scores`. The first three are empty or zero.
 
         A vector that is not finite spoils the vectors of all later tokens, by attention, and the
-        sequence fails with its last token. If the last layer has spoiled only this token,
-        the other tokens do not show it, so the gateway looks at all tokens.
+        sequence fails with its last token. If the last layer has spoiled only this token, the other
+        tokens do not show it, so the gateway looks at all tokens.
         """
         hidden = computed.hidden
         assert hidden is not None
