@@ -23,6 +23,7 @@ from torch import Tensor
 from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
 from kernels.gemm.fp8_weight import BLOCK, Fp8Weight
+from kernels.gemm.gemv import inverse_rms, normed
 from kernels.gemm.skinny_gemm import num_splits, output_of
 from kernels.tuning import pads_little
 
@@ -357,12 +358,7 @@ def _gemv_kernel(
     x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
     factor = 1.0
     if NORM:
-        squares = x * x
-        for index in tl.static_range(1, NUM_TILES):
-            at = index * TILE + column
-            other = tl.load(x_ptr + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-            squares += other * other
-        factor = tl.rsqrt(tl.sum(squares) / WIDTH + eps)
+        factor = inverse_rms(x, x_ptr, column, eps, WIDTH, TILE, NUM_TILES)
     sums = tl.zeros((ROWS, TILE), tl.float32)
     up_sums = sums
     for index in tl.static_range(NUM_TILES):
@@ -378,9 +374,7 @@ def _gemv_kernel(
             if NORM:
                 norm = tl.load(norm_ptr + at, mask=inside, other=0.0)
         if NORM:
-            now_x = (now_x * factor).to(norm_ptr.dtype.element_ty).to(tl.float32)
-            now_x *= now_norm.to(tl.float32)
-            now_x = now_x.to(dtype).to(tl.float32)
+            now_x = normed(now_x, now_norm, factor, dtype)
         now_x *= _HALF_WAY
         sums += _small(now, PACKED) * (now_x * now_scale)[None, :]
         if SWIGLU:

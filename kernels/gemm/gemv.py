@@ -250,12 +250,7 @@ def _gemv_kernel(
     x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0
     if NORM:
-        squares = x * x
-        for index in tl.static_range(1, NUM_TILES):
-            at = index * TILE + column
-            other = tl.load(x_ptr + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-            squares += other * other
-        scale = tl.rsqrt(tl.sum(squares) / WIDTH + eps)
+        scale = inverse_rms(x, x_ptr, column, eps, WIDTH, TILE, NUM_TILES)
         x = normed(x, norm, scale, dtype)
     b, product, up_b, up_product = 0.0, 0.0, 0.0, 0.0
     if RANK:  # here, where the norm's registers are free: the sums below hide the loads
@@ -335,6 +330,19 @@ def _gemv_kernel(
 def _change(product, b):
     """Returns the change `[ROWS]` by products and factors `b`, both `[ROWS, RANK]`."""
     return tl.sum(product.to(tl.float32) * b.to(tl.float32), axis=1)
+
+
+@triton.jit
+def inverse_rms(  # noqa: ANN201 - Triton blocks have no type
+    x, x_ptr, column, eps, WIDTH: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr
+):
+    """1 / RMS of a row, of which `x` is the first tile in float32."""
+    squares = x * x
+    for index in tl.static_range(1, NUM_TILES):
+        at = index * TILE + column
+        other = tl.load(x_ptr + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        squares += other * other
+    return tl.rsqrt(tl.sum(squares) / WIDTH + eps)
 
 
 @triton.jit

@@ -55,7 +55,7 @@ class DraftReader:
         Args:
             batch: the plan of the step, whose tokens were appended.
             pending: the step.
-            now: when the tokens were read.
+            now: time at which the tokens were read, by the engine's clock.
             in_flight: True if a later step is in flight.
 
         Returns:

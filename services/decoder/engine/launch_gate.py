@@ -1,7 +1,7 @@
 """The gate before a launch: the next step waits for requests that may still arrive. Pure Python.
 
-A sequence that arrives takes part in the first step that is launched after its arrival. Usually
-step n + 1 is launched when step n begins. While lines of batches run beside requests
+A new sequence takes part in the first step that is launched after its arrival. Usually step n + 1
+is launched when step n begins. While lines of batches run beside requests
 (`Background.expects_others`), step n + 1 is launched as late as it can be without the device
 becoming idle, so that a request does not wait for a whole step of lines.
 """

@@ -134,7 +134,7 @@ class SearchPrompts:
         """Makes the prompt of an input, or of a query and a document.
 
         Args:
-            request: one user message with the input, or two with the query and the document.
+            request: the input as a user message, or the query and the document as two.
             instruction: task of the search in a sentence. None for the model's own.
             max_document_tokens: most tokens of the text of the last message, a document, which is
                 cut on the right. None if it is not cut.

@@ -61,8 +61,8 @@ def adapted_sizes(sizes: Sequence[int], launch_hiding_tokens: int, *, decodes: b
     A step with prompts is padded no more than one without adapters, because its time grows with its
     tokens. It has up to twice as many launches, which eager steps of more than
     `3 * launch_hiding_tokens` tokens hide. The time of decodes hardly grows with their number, so
-    there are fewer sizes for them, which keeps the start short. They are padded by at most a
-    quarter where the other sizes allow it.
+    there are fewer sizes for them, which keeps the start short. Decodes are padded by at most a
+    quarter where the other sizes allow that.
 
     Args:
         sizes: sizes to capture, ascending.

@@ -120,7 +120,8 @@ class Decodes:
             sequence = chunk.sequence
             # The first draft depends on the keys and values of the token before the last one.
             room = sequence.capacity - (len(sequence.token_ids) - 2)
-            drafts[index, max(0, room) :] = -1
+            if room < count:
+                drafts[index, max(0, room) :] = -1
         self.look_for_drafts(chunks, drafts)
 
     def forget_unknown_drafts(self, chunks: list[Chunk]) -> None:
