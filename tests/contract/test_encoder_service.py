@@ -514,7 +514,13 @@ async def test_a_file_is_decoded_during_the_lookup_in_redis(redis_server: RedisS
 async def test_two_encoders_encode_an_image_once_each_at_most(redis_server: RedisServer) -> None:  # noqa: F811
     """No lock between them: gateways send equal images to one pod."""
     async with run_pod(redis_server.url) as a, run_pod(redis_server.url) as b:
+        # Neither engine finishes, so neither pod can find the other's entry in Redis.
+        a.engine.gate.clear()
+        b.engine.gate.clear()
         calls = [asyncio.ensure_future(pod.encode(b"image")) for pod in (a, b) * 50]
+        await until(lambda: a.engine.jobs and b.engine.jobs)
+        a.engine.gate.set()
+        b.engine.gate.set()
         await asyncio.gather(*calls)
         assert (len(a.engine.jobs), len(b.engine.jobs)) == (1, 1)
         await a.flush_writes()
