@@ -38,6 +38,13 @@ async def turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Lets the event loop run until `condition` holds; a TimeoutError if it never does."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - conditions lie in things without an event
+            await asyncio.sleep(0.002)
+
+
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Returns when `condition` holds; fails, and says `what` has not happened, if it never does."""
     deadline = time.monotonic() + PATIENCE_S

@@ -14,7 +14,8 @@ from services.common.images.image_key import embedding_key, image_key, still_dig
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import outgoing_metadata
 from tests.contract.encoder_pod import PREFIX, Pod, run_pod
-from tests.contract.test_encoder_service import failure, until
+from tests.contract.test_encoder_service import failure
+from tests.noise import until
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
 
 GRID = Unit((1, 8, 8))  # 16 tokens of 2 features of 64

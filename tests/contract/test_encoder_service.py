@@ -19,7 +19,7 @@ from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc
 from tests.contract.encoder_pod import LIKE, PREFIX, Pod, key_of, run_pod
-from tests.noise import PATIENCE_S, async_least, timed
+from tests.noise import PATIENCE_S, async_least, timed, until
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
 from tests.store_state import num_waiters
 
@@ -36,13 +36,6 @@ async def failure(call: Awaitable[object]) -> errors.TriptychError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return error_from_rpc(caught.value, "encoder")
-
-
-async def until(condition: object) -> None:
-    assert callable(condition)
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - state of a library, without an event
-            await asyncio.sleep(0.005)
 
 
 async def test_describe(pod: Pod) -> None:

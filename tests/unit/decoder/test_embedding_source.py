@@ -21,7 +21,7 @@ from services.decoder.images.encoders_tier import EncodersTier, Fetch
 from services.decoder.metrics import DecoderMetrics
 from tests.cases import cases
 from tests.fake_fetch import FAULTS, FakeFetchServicer, embedding_bytes, serve_fetch
-from tests.noise import PATIENCE_S, turns
+from tests.noise import PATIENCE_S, turns, until
 from tests.store_state import num_unfinished
 
 PAGE = 4096
@@ -117,12 +117,6 @@ class World:
     def assert_unreferenced(self) -> None:
         assert all(e.references == 0 and e.committed for e in self.arena.entries)
         assert not num_unfinished(self.store) and not self.arena.has_claims
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - of things that have no event
-            await asyncio.sleep(0.001)
 
 
 async def test_a_new_image_comes_from_the_encoder_and_then_from_memory():
