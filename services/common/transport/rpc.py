@@ -67,6 +67,8 @@ _SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     # 3,000).
     ("grpc.server.max_pending_requests", 1 << 14),
     ("grpc.server.max_pending_requests_hard_limit", 1 << 14),
+    # Seconds after which gRPC cancels such a call (default: 30). Deadlines of calls are shorter.
+    ("grpc.server_max_unrequested_time_in_server", 3600),
 )
 
 

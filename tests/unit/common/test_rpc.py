@@ -18,6 +18,7 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
+from services.common.transport import rpc
 from services.common.transport.rpc import abort, create_server, error_from_rpc
 from tests.noise import PATIENCE_S
 
@@ -136,6 +137,39 @@ async def test_a_burst_of_calls_to_a_busy_server_is_answered() -> None:
             assert await asyncio.gather(*calls) == [b"%d" % n for n in range(3600)]
     finally:
         await server.stop(None)
+
+
+async def test_calls_to_a_busy_server_wait_until_their_own_deadlines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC would cancel those that no handler takes for half a minute."""
+    name = "grpc.server_max_unrequested_time_in_server"
+    options = dict(rpc._SERVER_OPTIONS)
+    assert options[name] >= 3600
+    # With a second in place of the hour, calls do end: the option is the one that decides.
+    monkeypatch.setattr(rpc, "_SERVER_OPTIONS", tuple((options | {name: 1}).items()))
+
+    async def serve(message: bytes, _: grpc.aio.ServicerContext) -> bytes:
+        return message
+
+    handler = grpc.unary_unary_rpc_method_handler(serve)
+    server = create_server()
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("s", {"m": handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            await channel.channel_ready()
+            call = channel.unary_unary("/s/m")
+            calls = [asyncio.ensure_future(_answer(call(b"x"))) for _ in range(10)]
+            await asyncio.sleep(0)  # they are sent
+            time.sleep(2.0)  # noqa: ASYNC251 (nobody takes them from the server)
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+    finally:
+        await server.stop(None)
+    failures = [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
+    assert failures
+    assert {failure.code() for failure in failures} == {grpc.StatusCode.CANCELLED}
 
 
 async def _answer(call: "grpc.aio.UnaryUnaryCall[bytes, bytes]") -> bytes:
