@@ -134,7 +134,7 @@ def test_a_second_encoder_that_refuses_the_file_fails_no_clip(four):
     for encoder in four.encoders:
         encoder.before_probe = refuse_second
     four.decoder.before = once(lambda: len(times_encoded(four)) == 16)
-    ask(four, long("p" * (2 << 20) + " refused ahead"))
+    ask(four, long("p" * (2 << 20) + " declined"))
     assert len(times_encoded(four)) == 16
 
 
