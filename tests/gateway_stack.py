@@ -14,6 +14,7 @@ import httpx2
 from services.gateway.app import Gateway, create_gateway
 from services.gateway.batches.batch_runner import RunnerBounds
 from services.gateway.bounds import Bounds
+from services.gateway.clients.pods import PodTimes
 from services.gateway.server import ConnectionTimeouts, GatewayServer
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
@@ -27,6 +28,8 @@ from tests.tiny_tokenizer import (
 )
 
 MODEL = "tiny"
+# On a busy machine a health check may take seconds: that is no reason to lose a fake's requests.
+PATIENT_CHECKS = PodTimes(check_timeout_s=PATIENCE_S)
 
 
 class LoopThread:
@@ -134,8 +137,8 @@ class GatewayStack:
         )
         self.bounds = replace(self.settings.bounds, **self._bounds)
         self.gateway: Gateway = create_gateway(
-            self.settings, self.bounds, memory_bytes=self._memory_bytes,
-            batch_bounds=self._batch_bounds,
+            self.settings, self.bounds, pod_times=PATIENT_CHECKS,
+            memory_bytes=self._memory_bytes, batch_bounds=self._batch_bounds,
         )  # fmt: skip
         self.gateway.service.encode_timeout_s = self._encode_timeout_s
         self.server = GatewayServer(self.gateway, self.settings, timeouts=self._timeouts)
@@ -152,9 +155,15 @@ class GatewayStack:
             service.decoders.healthy()
         ) == len(self.decoders)
 
+    def num_in_flight(self) -> int:
+        """Number of calls and sequences at all encoders and decoders."""
+        service = self.gateway.service
+        return sum(pod.num_in_flight for pod in (*service.encoders.pods, *service.decoders.pods))
+
     def reset(self) -> None:
-        """Resets the fakes and the timeout of encode calls; restarts stopped fakes at their
-        address.
+        """Resets the fakes and the timeout of encode calls, restarts stopped fakes at their
+        address, and waits for the end of calls that earlier requests have left: the choice of an
+        encoder or a decoder depends on what is in flight there.
         """
         self.gateway.service.encode_timeout_s = self._encode_timeout_s
 
@@ -170,7 +179,7 @@ class GatewayStack:
                     fake.reset()
                     if fake.server is None:
                         await fake.start(fake.address)
-                while not self.all_healthy():  # noqa: ASYNC110
+                while not self.all_healthy() or self.num_in_flight():  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
         self.thread.run(reset())
