@@ -118,9 +118,10 @@ def test_a_decoder_is_freed_while_its_threads_work() -> None:
     for each other.
     """
     rewind = (
+        "from contextlib import closing\n"
         "from services.encoder.decoding.clips.frames import Frames; from tests.videos import av1\n"
-        "frames = Frames(memoryview(av1()))\n"
-        "for index in (4, 0) * 1000: frames.frame(index)\n"
+        "with closing(Frames(memoryview(av1()))) as frames:\n"
+        "    for index in (4, 0) * 1000: frames.frame(index)\n"
     )
     subprocess.run([sys.executable, "-c", rewind], check=True, timeout=PATIENCE_S)
 
