@@ -5,12 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
-from unittest import mock
 
 import grpc.aio
 import numpy as np
 
-from services.common.embeddings import embedding_cache
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.embeddings.embedding_cache import RedisCache
@@ -232,11 +230,7 @@ async def run_pod(
     client = EngineClient(cast("Any", engine), metrics, min_streamed_bytes=1 << 20)
     cache = redis = None
     if redis_url:
-        # A machine that stands still for a second is not a Redis that is away.
-        with mock.patch.multiple(
-            embedding_cache, _CONNECT_TIMEOUT_S=PATIENCE_S, _WRITE_TIMEOUT_S=PATIENCE_S
-        ):
-            cache = RedisCache(redis_url, ttl_s=60, timeout_s=redis_timeout_s, service="encoder")
+        cache = RedisCache(redis_url, ttl_s=60, timeout_s=redis_timeout_s, service="encoder")
         redis = WritableRedisTier(cache, arena, metrics.redis_writes_dropped)
         metrics.registry.register(cache)
     admission, sources = Admission(max_queued_patches), SourceStore(max_sources_bytes)

@@ -7,12 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import numpy as np
 import pytest
 
-from services.common.embeddings import embedding_cache
 from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.embeddings.embedding_cache import RedisCache
 from services.common.errors import NotFound
 from services.encoder.front.uploaded_files import UploadedFiles
-from services.gateway import redis_entry_store
 from services.gateway.redis_entry_store import RedisEntryStore
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer
@@ -22,14 +20,6 @@ SPEC = EmbeddingSpec("float32", 4, 64, 1024)  # 1 MiB
 SIZE = 3 * MIB // 2  # of a file; eight of them are a tenant's
 FILES = "triptych:file:*/*"
 NUM_EMBEDDINGS, NUM_FILES, NUM_UPLOADS = 20, 10, 100
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """A machine that stands still for a second is not a Redis that is away."""
-    monkeypatch.setattr(embedding_cache, "_CONNECT_TIMEOUT_S", PATIENCE_S)
-    monkeypatch.setattr(embedding_cache, "_WRITE_TIMEOUT_S", PATIENCE_S)
-    monkeypatch.setattr(redis_entry_store, "_TIMEOUT_S", PATIENCE_S)
 
 
 @pytest.fixture

@@ -256,10 +256,7 @@ async def test_frozen_before_the_first_connection(
 async def test_connecting_at_the_start_spares_the_first_request_of_it(
     cache: RedisCache,
     redis_server: RedisServer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(embedding_cache, "_CONNECT_TIMEOUT_S", PATIENCE_S)
-
     def connections() -> int:
         with redis_server.client() as client:
             return int(client.info("stats")["total_connections_received"])  # type: ignore[index]

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from services.common.errors import RateLimited
-from services.gateway.tenancy import leases as leases_module
 from services.gateway.tenancy.lease_store import LeaseReport, LeaseStore
 from services.gateway.tenancy.leases import Leases, Times
 from services.gateway.tenancy.quota import RUNNING, TOKENS
@@ -35,13 +34,7 @@ LONG_WAIT = replace(TIMES, wait=0.2)
 LIMIT = 20_000
 
 
-@pytest.fixture(autouse=True)
-def patient_with_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Redis without an answer is found by a request that waits, or because it refuses."""
-    monkeypatch.setattr(leases_module, "_REPLY_TIMEOUT_S", PATIENCE_S)
-
-
-def tenant(**limits: object) -> Tenant:
+def tenant(**limits: Any) -> Tenant:
     return Tenant("t", Limits(**limits), shares_caches=False)
 
 
