@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -190,6 +192,29 @@ def test_a_fork_that_is_killed_or_hangs_is_replaced(model):
         os.kill(compiler.pid, signal.SIGKILL)
         compiler.compile(TEXT)  # which may find out only now
         assert not compiler.compile(TEXT).error
+
+
+# The fork closes its channel, gets no CPU for a while, and ends by the signal of its CPU limit.
+ENDS_LATE = """
+import os, signal, time
+from services.decoder.masks.compile_worker import Compiler
+from services.decoder.masks.grammar import GrammarSource
+
+class EndsLate(Compiler):
+    def _serve(self, end):
+        end.recv(1 << 16)
+        end.close()
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGPROF)
+
+print(EndsLate(None).compile(GrammarSource("regex", "a")).error)
+"""
+
+
+def test_the_reason_of_a_death_is_told_however_late_the_fork_ends():
+    command = [sys.executable, "-c", ENDS_LATE]
+    said = subprocess.run(command, check=True, timeout=PATIENCE_S, capture_output=True, text=True)
+    assert "0.5 s of CPU time" in said.stdout
 
 
 @pytest.fixture
@@ -479,7 +504,7 @@ async def test_no_mask_process_is_ended_over_one_grammar(model):
     ) as decoder, Gateway(decoder) as gateway:  # fmt: skip
         (process,) = decoder.masks.processes
         for number in (1, 2):
-            await ask(gateway, number, long, max_tokens=2000)
+            await ask(gateway, number, long, max_tokens=1200)
         await generated(decoder, 2, 1)
         submit = submit_of(3, prompt_of(3), max_tokens=400, stop_token_ids=[END])
         submit.grammar.CopyFrom(taking)

@@ -34,6 +34,10 @@ from services.decoder.masks.messages import LANES, SLOW_LANE, Lane, MaskSettings
 # This stack is smaller than in the mask processes, which compile the grammar again.
 _STACK_BYTES = 8 << 20
 _WALL_S = 20.0  # limit of one grammar, for a machine that is also busy with other work
+# A fork whose channel has closed ends by itself. On a busy machine it gets no CPU for a while.
+_ENDING_S = 10.0
+# Time that a fork which is to be ended gets before it is killed.
+_MOMENT_S = 0.1
 # A fork is replaced when its address space has grown by this number of bytes. Memory that a grammar
 # has freed counts for the next one, too.
 _MAX_GROWTH_BYTES = 32 << 20
@@ -75,15 +79,17 @@ class Compiler:
                 self._channel.send(source)
                 break
             self._reap()
-        answers: list[Verdict] = []
-        with suppress(ChannelClosed):
+        answers, patience_s = list[Verdict](), _MOMENT_S
+        try:
             answers = self._channel.receive(self.wall_s) if self._channel is not None else []
+        except ChannelClosed:
+            patience_s = _ENDING_S  # the signal that ends the fork tells the reason
         if answers:
             self._charged_s += answers[0].cpu_s
             if answers[0].is_last:
                 self._reap()
             return answers[0]
-        status, used_s = self._reap()
+        status, used_s = self._reap(patience_s)
         cpu_s = used_s - self._charged_s
         timed_out = status == signal.SIGPROF
         error = _ERRORS.get(status, "takes too much time or memory to compile")
@@ -97,20 +103,23 @@ class Compiler:
         if self._channel is not None:
             self._reap()
 
-    def _reap(self) -> tuple[int, float]:
-        """Ends the fork. Returns the signal that ended the fork (or 0) and its CPU seconds."""
+    def _reap(self, patience_s: float = _MOMENT_S) -> tuple[int, float]:
+        """Ends the fork, after `patience_s` seconds by SIGKILL. Returns the signal that ended the
+        fork (or 0) and its CPU seconds.
+        """
         assert self._channel is not None
         self._channel.close()
         self._channel = None
-        # The fork may be about to die by a signal that tells the reason, so it gets a moment.
-        for _ in range(100):
+        deadline = time.monotonic() + patience_s
+        while True:
             pid, status, usage = os.wait4(self.pid, os.WNOHANG)
             if pid:
                 break
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                _, status, usage = os.wait4(self.pid, 0)
+                break
             time.sleep(0.001)
-        else:
-            os.kill(self.pid, signal.SIGKILL)
-            _, status, usage = os.wait4(self.pid, 0)
         self.pid = 0
         ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         return ended_by, usage.ru_utime + usage.ru_stime
