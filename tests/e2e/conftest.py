@@ -4,6 +4,7 @@ browser for those of pages.
 
 from collections.abc import Iterator
 from pathlib import PurePath
+from typing import Any
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
@@ -67,8 +68,13 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In the order of the lines; other files come last."""
+    """In the order of the lines; other files come last. A stack may take minutes to start on a busy
+    machine: a test has five, unless it says otherwise.
+    """
     items.sort(key=_place)
+    for item in items:
+        if item.path.parent.name == "e2e" and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
 
 
 def _place(item: pytest.Item) -> tuple[int, int]:
@@ -84,5 +90,5 @@ class _ByLine(LoadFileScheduling):
         return file if place is None else str(_LINES[place[0]])
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     return _ByLine(config, log) if config.getoption("dist") == "loadfile" else None

@@ -14,7 +14,7 @@ import psutil
 
 from tests.noise import PATIENCE_S
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 240.0
 
 
 @dataclass

@@ -12,6 +12,7 @@ from PIL import Image
 from tests.e2e.browser import Page
 from tests.e2e.chat_page import ANSWER, LAST, PHONE, WIDE, answers, ask, finish
 from tests.gateway_stack import GatewayStack
+from tests.noise import least
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -92,15 +93,24 @@ LONG = {
 def test_the_time_of_drawing_is_linear_in_the_text(page: Page) -> None:
     page.evaluate("window.n = 100000, 0")
     cases = ", ".join(f"[{name!r}, {text}]" for name, text in LONG.items())
-    times = page.evaluate(
-        f"""import("/static/markdown.js").then(({{markdown}}) => [{cases}].map(([name, text]) => {{
-          const start = performance.now();
-          markdown(document.createElement("div"), text);
-          return [name, text.length, performance.now() - start];
-        }}))"""
-    )
-    assert len(times) == len(LONG) and all(size > 90_000 for _, size, _ in times), times
-    assert {name: ms for name, _, ms in times if ms > 3000} == {}
+    longest: dict[str, float] = {}
+
+    def seconds() -> float:
+        """Of the text that takes longest."""
+        nonlocal longest
+        times = page.evaluate(
+            f"""import("/static/markdown.js").then(({{markdown}}) =>
+            [{cases}].map(([name, text]) => {{
+              const start = performance.now();
+              markdown(document.createElement("div"), text);
+              return [name, text.length, performance.now() - start];
+            }}))"""
+        )
+        assert len(times) == len(LONG) and all(size > 90_000 for _, size, _ in times), times
+        longest = {name: ms for name, _, ms in times if ms > 3000}
+        return max(ms for _, _, ms in times) / 1000
+
+    assert least(seconds, 3) <= 3, longest
 
 
 @pytest.mark.parametrize(
