@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from services.gateway.answers.detokenizer import Choice, StopMatcher
+from services.gateway.answers.detokenizer import Choice
+from services.gateway.answers.stop_matcher import StopMatcher
 from services.gateway.clients.token_event import TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.parts import Text
