@@ -11,8 +11,8 @@ afterwards, it becomes the last event of the stream.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
@@ -26,6 +26,7 @@ from services.gateway.http.exchange import JSON_TYPES, Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.request.chat import ChatService
 from services.gateway.tenancy.admission import Admission
+from services.gateway.tenancy.request_memory import RequestMemory
 from services.gateway.tenancy.slot import Slot
 from services.gateway.tenancy.tenants import bound_tenant
 
@@ -40,11 +41,11 @@ GenerationHandler = Callable[[RequestContext, Body], Awaitable[None]]
 UtilityHandler = Callable[[ChatService, Request, Slot, Body], Awaitable[Response]]
 
 
-@asynccontextmanager
-async def admit(
-    admission: Admission, scope: Scope, receive: Receive, types: Sequence[str] = JSON_TYPES
-) -> AsyncGenerator[tuple[Slot, Body]]:
-    """Reads a request's body and holds an admission slot for the duration of a `with`.
+class Admitted:
+    """A block for an `async with` that reads a request's body, and then holds an admission slot. It
+    is a class for the reason that `SlotBlock` is one.
+
+    The block's value is the slot and the whole body, which is freed at the end of the block.
 
     Args:
         admission: owner of the slots and of the memory for bodies.
@@ -52,24 +53,50 @@ async def admit(
         receive: ASGI channel from which the body is read.
         types: prefixes of the content types that are accepted.
 
-    Yields:
-        The slot, and the whole body, which is freed at the end of the `with`.
-
     Raises:
         DeadlineExceeded: the body arrives too slowly.
     """
-    with admission.request_memory() as memory:
-        limits = admission.body_limits
+
+    def __init__(
+        self,
+        admission: Admission,
+        scope: Scope,
+        receive: Receive,
+        types: Sequence[str] = JSON_TYPES,
+    ) -> None:
+        self._admission = admission
+        self._scope = scope
+        self._receive = receive
+        self._types = types
+        self._body: Body = b""
+
+    async def __aenter__(self) -> tuple[Slot, Body]:
+        self._memory = memory = self._admission.request_memory()
         try:
-            async with admission.until_ended(limits.start_s) as deadline:
-                body = await read_body(scope, receive, memory, limits, deadline, types)
+            self._body = await self._read_body(memory)
+            self._slot = self._admission.slot(memory)
+            return await self._slot.__aenter__(), self._body
+        except BaseException:
+            self._free()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._slot.__aexit__()
+        self._free()
+
+    async def _read_body(self, memory: RequestMemory) -> Body:
+        limits = self._admission.body_limits
+        try:
+            async with self._admission.until_ended(limits.start_s) as deadline:
+                return await read_body(
+                    self._scope, self._receive, memory, limits, deadline, self._types
+                )
         except TimeoutError:
             raise DeadlineExceeded("the body did not arrive in time") from None
-        try:
-            async with admission.slot(memory) as slot:
-                yield slot, body
-        finally:
-            free(body)
+
+    def _free(self) -> None:
+        free(self._body)
+        self._memory.free()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +126,7 @@ class GenerationEndpoint:
         timings = Timings()
         outcome, used = "internal_error", _NOTHING_USED
         try:
-            async with admit(self.admission, scope, receive) as (slot, body):
+            async with Admitted(self.admission, scope, receive) as (slot, body):
                 exchange = Exchange(scope, receive, send)
                 context = RequestContext(self.service, self.metrics, exchange, slot, timings)
                 try:
@@ -173,7 +200,7 @@ class UtilityEndpoint:
     types: Sequence[str] = JSON_TYPES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with admit(self.admission, scope, receive, self.types) as (slot, body):
+        async with Admitted(self.admission, scope, receive, self.types) as (slot, body):
             try:
                 async with self.admission.until_ended():
                     response = await self.handler(self.service, Request(scope, receive), slot, body)

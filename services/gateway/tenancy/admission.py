@@ -8,8 +8,6 @@ tenants, a part of the slots is for tenants that have less than their share of t
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 
 from services.common.errors import Overloaded, Unavailable
@@ -19,7 +17,7 @@ from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.request_memory import MemoryBudget, RequestMemory
 from services.gateway.tenancy.slot import Slot
 from services.gateway.tenancy.tenants import Tenant, bound_tenant
-from services.gateway.tenancy.usage import counting
+from services.gateway.tenancy.usage import Usage, counting
 
 MAX_HELD_BYTES = 4 << 30
 # Memory of the process without requests: tokenizer, libraries and memory that allocators retain.
@@ -89,9 +87,8 @@ class Admission:
         """Number of bytes that running requests hold."""
         return self.memory.held_bytes
 
-    @contextmanager
-    def request_memory(self) -> Generator[RequestMemory]:
-        """Counts a request's memory for the duration of a `with`.
+    def request_memory(self) -> RequestMemory:
+        """Begins to count a request's memory, which the caller has to free.
 
         Raises:
             Overloaded: no slot is free for the request, running requests hold too much memory, or
@@ -99,34 +96,42 @@ class Admission:
         """
         self._check_capacity(bound_tenant())
         memory = RequestMemory(self.memory)
-        try:
-            memory.add(_CONNECTION_BYTES)
-            yield memory
-        finally:
-            memory.free()
+        memory.add(_CONNECTION_BYTES)
+        return memory
 
-    @asynccontextmanager
-    async def slot(self, memory: RequestMemory) -> AsyncGenerator[Slot]:
-        """Takes a slot of the bound tenant for the duration of a `with`.
+    def slot(self, memory: RequestMemory) -> "SlotBlock":
+        """Returns a block for an `async with`, which holds a slot of the bound tenant.
 
         Args:
             memory: memory of the request, from `request_memory`.
+        """
+        return SlotBlock(self, memory)
+
+    async def take_slot(self, tenant: Tenant) -> Usage:
+        """Takes a slot, which `release_slot` returns.
 
         Raises:
             Overloaded: no slot is free, or new requests are refused.
             RateLimited: the tenant has as many requests as it may have.
         """
-        tenant = bound_tenant()
         self._check_capacity(tenant)
         self._running.take(tenant.name, 1)
         self._idle.clear()
         try:
-            async with counting(self._leases, tenant) as usage:
-                yield Slot(tenant, usage, memory)
-        finally:
-            self._running.release(tenant.name, 1)
-            if not self.num_running:
-                self._idle.set()
+            return await counting(self._leases, tenant).__aenter__()
+        except BaseException:
+            self._release(tenant)
+            raise
+
+    def release_slot(self, slot: Slot) -> None:
+        """Returns a slot, and what its request has taken of the tenant's limits."""
+        slot.usage.end()
+        self._release(slot.tenant)
+
+    def _release(self, tenant: Tenant) -> None:
+        self._running.release(tenant.name, 1)
+        if not self.num_running:
+            self._idle.set()
 
     def _check_capacity(self, tenant: Tenant) -> None:
         if self._refuses:
@@ -165,6 +170,33 @@ class Admission:
         except TimeoutError:
             return False
         return True
+
+
+class SlotBlock:
+    """A block in which a request holds its slot. It is a class because the event loop registers
+    each asynchronous generator, which takes longer than all that the block does.
+
+    Args:
+        admission: the admission control.
+        memory: memory of the request.
+
+    Raises:
+        Overloaded: no slot is free, or new requests are refused.
+        RateLimited: the tenant has as many requests as it may have.
+    """
+
+    def __init__(self, admission: Admission, memory: RequestMemory) -> None:
+        self._admission = admission
+        self._memory = memory
+
+    async def __aenter__(self) -> Slot:
+        tenant = bound_tenant()
+        usage = await self._admission.take_slot(tenant)
+        self._slot = Slot(tenant, usage, self._memory)
+        return self._slot
+
+    async def __aexit__(self, *_: object) -> None:
+        self._admission.release_slot(self._slot)
 
 
 class UntilEnded:

@@ -29,7 +29,7 @@ class MemoryBudget:
 
 
 class RequestMemory:
-    """The memory that one request holds.
+    """The memory that one request holds. It is freed at the end of a `with`.
 
     Args:
         budget: memory for all requests.
@@ -41,6 +41,12 @@ class RequestMemory:
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
         self.num_bytes = 0
+
+    def __enter__(self) -> "RequestMemory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
 
     def add(self, num_bytes: int) -> None:
         """Counts bytes before they are allocated.

@@ -6,8 +6,7 @@ the prompt's tokens and as many as the completion may have. When the request end
 it did not use are given back.
 """
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import InvalidRequest
@@ -24,7 +23,7 @@ _ARRIVAL_REQUIRED, _ARRIVAL = (1, 1, 0, 1, 0), (1, 0, 0, 1, 0)
 class Usage:
     """Amounts that a request has taken of the tenant's quota.
 
-    Valid inside the `with` statement of `counting`.
+    Valid inside an `async with`, which counts the request at its beginning. See `counting`.
 
     Attributes:
         quota: quota of the request's tenant.
@@ -37,13 +36,16 @@ class Usage:
     # The charge for bytes of videos whose prompt is not charged yet.
     _files: Charge | None = None
 
-    async def arrive(self) -> None:
-        """Counts the request at its arrival.
+    async def __aenter__(self) -> "Usage":
+        try:
+            await self._charge(Charge(self.quota, _ARRIVAL, _ARRIVAL_REQUIRED))
+        except BaseException:
+            self.end()
+            raise
+        return self
 
-        Raises:
-            RateLimited: the tenant has too many requests or no tokens left.
-        """
-        await self._charge(Charge(self.quota, _ARRIVAL, _ARRIVAL_REQUIRED))
+    async def __aexit__(self, *_: object) -> None:
+        self.end()
 
     async def charge_file(self, num_bytes: int) -> None:
         """Counts the bytes of a video's file as pixels, before an encoder reads the file.
@@ -118,16 +120,12 @@ class Usage:
         return sum(charge.amounts[kind] for charge in self._charges if charge.is_taken)
 
 
-@asynccontextmanager
-async def counting(leases: Leases, tenant: Tenant) -> AsyncGenerator[Usage]:
-    """Counts one request for the duration of a `with`. Waits as `Usage.charge` does.
+def counting(leases: Leases, tenant: Tenant) -> Usage:
+    """Returns a block for an `async with`, which counts one request for its duration. Its beginning
+    waits as `Usage.charge` does.
 
     Raises:
-        RateLimited: the tenant has as many requests as it may have, or has used all its tokens.
+        RateLimited: the tenant has as many requests as it may have, or has used all its tokens. It
+            is raised when the block begins.
     """
-    usage = Usage(leases.quota(tenant), leases)
-    try:
-        await usage.arrive()
-        yield usage
-    finally:
-        usage.end()
+    return Usage(leases.quota(tenant), leases)

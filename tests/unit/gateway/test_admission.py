@@ -8,7 +8,7 @@ import pytest
 
 from services.common.errors import Overloaded, PayloadTooLarge, Unavailable
 from services.gateway.bounds import MEMORY_PER_BODY_BYTE, BodyLimits
-from services.gateway.endpoints.endpoint import admit
+from services.gateway.endpoints.endpoint import Admitted
 from services.gateway.tenancy.admission import _CONNECTION_BYTES, Admission, largest_body
 from tests.fakes import once
 from tests.gateway_fixtures import asking, image_url
@@ -122,7 +122,7 @@ async def test_a_body_that_no_memory_can_hold_is_too_large_and_not_a_matter_of_t
         return {"type": "http.request", "body": pieces.pop(), "more_body": bool(pieces)}
 
     with pytest.raises(PayloadTooLarge, match="GATEWAY_MAX_BODY_BYTES"):
-        async with admit(admission, {"type": "http", "headers": []}, receive):
+        async with Admitted(admission, {"type": "http", "headers": []}, receive):
             pass
     assert admission.held_bytes == 0
 

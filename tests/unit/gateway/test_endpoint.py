@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from services.gateway.endpoints.endpoint import admit
+from services.gateway.endpoints.endpoint import Admitted
 from services.gateway.endpoints.request_context import renamed
 from services.gateway.tenancy.admission import Admission
 from tests.noise import least
@@ -19,8 +19,9 @@ async def test_a_body_is_freed_whatever_ends_its_request():
         return {"type": "http.request", "body": b" " * (1 << 20)}
 
     scope = {"type": "http", "headers": [], "state": {}}
+    body = b"not read"
     with pytest.raises(KeyError) as kept:
-        async with admit(Admission(1), scope, receive) as (_, body):
+        async with Admitted(Admission(1), scope, receive) as (_, body):
             assert len(body) == 1 << 20
             raise KeyError("its traceback has the body")
     assert kept.value
