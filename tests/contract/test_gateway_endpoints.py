@@ -339,7 +339,7 @@ def test_a_bug_before_the_answer_is_a_500_that_says_nothing_of_it(stack, monkeyp
 
 
 def test_a_bug_in_mid_stream_ends_the_connection_without_the_answers_end(stack, monkeypatch):
-    async def fail(service, completion):
+    async def fail(service, completion, **_):
         yield [Update(0, [Text("a")], None, None)]
         raise RuntimeError("a secret")
 

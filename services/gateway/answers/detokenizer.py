@@ -34,6 +34,7 @@ class Choice:
 
     Attributes:
         stops: the matcher of stop strings.
+        is_plain: True if the whole answer is text, which cannot end the choice.
         num_tokens: number of completion tokens so far.
         num_reasoning_tokens: number of tokens of the reasoning so far, with its tags.
         finish_reason: `stop`, `length` or `tool_calls`. None until the choice has ended.
@@ -62,7 +63,7 @@ class Choice:
         continues = request.continue_final_message or not request.messages
         self._trims_start = tokenizer.trims_start and not continues
         self._has_calls = False
-        self._is_plain = parser is None and not stops and not request.return_token_ids
+        self.is_plain = parser is None and not stops and not request.return_token_ids
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
@@ -82,9 +83,8 @@ class Choice:
     def feed(self, event: TokenEvent) -> Update:
         """Takes an event, and returns the update. No event may follow a finish reason."""
         ids = event.token_ids
-        if self._is_plain and event.finish_reason is None and not event.logprobs:
-            self.num_tokens += len(ids)
-            text = self._text(ids)
+        if self.is_plain and event.finish_reason is None and not event.logprobs:
+            text = self.feed_plain(ids)
             return Update(self._index, [Text(text)] if text else [], None, None)
         # The stop token that ended the sequence is not part of the text, unless the request sets
         # `include_stop_str_in_output`.
@@ -116,6 +116,11 @@ class Choice:
         logprobs = [self._entry(token_id, found) for token_id, found in pairs] or None
         used = ids[: self.num_tokens - num_before] if self._request.return_token_ids else ()
         return Update(self._index, parts, logprobs, self.finish_reason, stop_reason, used)
+
+    def feed_plain(self, token_ids: Sequence[int]) -> str:
+        """Takes tokens that do not end the choice, which must be plain. Returns their text."""
+        self.num_tokens += len(token_ids)
+        return self._text(token_ids)
 
     @property
     def _has_ended_early(self) -> bool:

@@ -50,6 +50,11 @@ class TokenEvent(Struct, frozen=True):
         return bool(self.token_ids) and not others
 
     @property
+    def is_bare(self) -> bool:
+        """True if the event has the ids of tokens in the middle of a choice and nothing else."""
+        return self.only_tokens and not self.logprobs and self.predicted is None
+
+    @property
     def num_bytes(self) -> int:
         """Estimate of the memory that the event takes, in bytes."""
         num_bytes = 256 + 40 * len(self.token_ids) + len(self.vector)

@@ -45,6 +45,10 @@ class AnswerWriter(ABC, Generic[Event]):
             self._logprobs = []
         return events
 
+    def text(self, choice: int, text: str) -> bytes:
+        """Returns the encoded events of a piece of text in the middle of the choice."""
+        return self.encode(self.update(Update(choice, [Text(text)], None, None)))
+
     async def stream(self, answer: AsyncGenerator[list[Update]], exchange: Exchange) -> None:
         """Sends the events of all updates. The events of `finish` remain to be sent."""
         async with aclosing(answer) as batches:

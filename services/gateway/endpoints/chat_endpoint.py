@@ -7,6 +7,7 @@ has begun, ends the stream with an error event.
 
 from contextlib import aclosing
 
+from services.gateway.endpoints.direct_tokens import DirectTokens
 from services.gateway.endpoints.request_context import RequestContext, now
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import ChatRequest, parse_chat_request
@@ -20,7 +21,6 @@ from services.gateway.forms.responses import (
     ResponseChoice,
     Update,
     assistant_message,
-    request_metrics,
 )
 from services.gateway.request.completion import Completion
 
@@ -60,7 +60,8 @@ async def _stream(context: RequestContext, completion: Completion) -> None:
         # The answer begins with the text of that message.
         if echoed := request.echoed:
             chunks.append(writer.update(Update(choice, [Text(echoed)], None, None), usage))
-    async with aclosing(service.answer(completion)) as answer:
+    take_tokens = None if usage_in_chunks else DirectTokens(completion, exchange, writer.text).take
+    async with aclosing(service.answer(completion, take_tokens=take_tokens)) as answer:
         async for updates in answer:
             usage = completion.usage() if usage_in_chunks else None
             chunks += [writer.update(update, usage) for update in updates]
@@ -69,7 +70,7 @@ async def _stream(context: RequestContext, completion: Completion) -> None:
             if data := b"".join(chunks):
                 await exchange.write(data)
             chunks.clear()
-    times = _stage_times(completion)
+    times = completion.stage_times()
     if include_usage or times:
         usage = completion.usage() if include_usage else None
         chunks.append(writer.closing({"usage": usage, **times}))
@@ -99,24 +100,9 @@ async def _write_whole(context: RequestContext, completion: Completion) -> None:
         )
     if request.return_token_ids:
         response.prompt_token_ids = completion.prompt_token_ids()
-    for name, value in _stage_times(completion).items():
+    for name, value in completion.stage_times().items():
         setattr(response, name, value)
     await context.exchange.write_json(response)
-
-
-def _stage_times(completion: Completion) -> dict[str, object]:
-    """Returns the answer's fields for `include_stage_times`; empty if the request does not ask for
-    them.
-    """
-    if not completion.chat.include_stage_times:
-        return {}
-    choices, times_ms = completion.choices, completion.timings.milliseconds()
-    num_tokens = sum(choice.num_tokens for choice in choices)
-    return {
-        "stage_times_ms": times_ms,
-        "images": completion.image_reports(),
-        "metrics": request_metrics(times_ms, num_tokens, len(choices)),
-    }
 
 
 def _response_choice(index: int, updates: list[Update], request: ChatRequest) -> ResponseChoice:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from services.common.errors import InvalidRequest, TriptychError
 from services.gateway.endpoints.answer_writer import AnswerWriter
 from services.gateway.endpoints.chat_messages import ChatMessages
+from services.gateway.endpoints.direct_tokens import DirectTokens
 from services.gateway.endpoints.request_context import RequestContext, parse_body, renamed
 from services.gateway.endpoints.tokenization import prompt_ids
 from services.gateway.forms import messages_api as api
@@ -82,7 +83,9 @@ async def messages(context: RequestContext, body: Body) -> None:
         await context.exchange.write_json(answer)
         return
     context.writer = writer = MessageWriter(answer, completion)
-    await writer.stream(context.service.answer(completion), context.exchange)
+    take_tokens = DirectTokens(completion, context.exchange, writer.text).take
+    answering = context.service.answer(completion, take_tokens=take_tokens)
+    await writer.stream(answering, context.exchange)
     await context.exchange.write(writer.encode(writer.finish()), last=True)
 
 

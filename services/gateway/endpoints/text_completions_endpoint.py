@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from services.common.errors import InvalidRequest
+from services.gateway.endpoints.direct_tokens import DirectTokens
 from services.gateway.endpoints.request_context import RequestContext, now
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.parts import Text
@@ -117,19 +118,27 @@ async def _stream(context: RequestContext, writer: "_Writer") -> None:
     completions, one_at_a_time = context.completions, asyncio.Lock()
     include_usage, continuous = writer.request.stream_usage
 
+    def encode(completion: Completion, index: int, updates: Sequence[Update]) -> bytes:
+        chunks = [
+            writer.answer([choice])
+            for update in updates
+            if (choice := writer.choice(completion, index, [update])) is not None
+        ]
+        if include_usage:
+            for chunk in chunks:
+                chunk.usage = writer.usage(completions) if continuous else None
+        return b"".join(map(_event, chunks))
+
     async def stream(place: tuple[int, Completion]) -> None:
         index, completion = place
-        async with aclosing(context.service.answer(completion)) as answer:
+
+        def encode_text(choice: int, text: str) -> bytes:
+            return encode(completion, index, [Update(choice, [Text(text)], None, None)])
+
+        take_tokens = DirectTokens(completion, context.exchange, encode_text).take
+        async with aclosing(context.service.answer(completion, take_tokens=take_tokens)) as answer:
             async for updates in answer:
-                chunks = [
-                    writer.answer([choice])
-                    for update in updates
-                    if (choice := writer.choice(completion, index, [update])) is not None
-                ]
-                if include_usage:
-                    for chunk in chunks:
-                        chunk.usage = writer.usage(completions) if continuous else None
-                if data := b"".join(map(_event, chunks)):
+                if data := encode(completion, index, updates):
                     async with one_at_a_time:
                         await context.exchange.write(data)
 

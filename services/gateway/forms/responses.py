@@ -351,11 +351,7 @@ class ChunkWriter:
             if not parts:
                 return b""
             if usage is None and len(parts) == 1 and isinstance(text := parts[0], Text):
-                start = self._text_starts.get(update.choice)
-                if start is None:
-                    start = self._head + b'{"index":%d,"delta":{"content":' % update.choice
-                    self._text_starts[update.choice] = start
-                return start + encode_json(text.text) + self._text_end
+                return self.text(update.choice, text.text)
         logprobs = Logprobs(update.logprobs) if update.logprobs else None
         choice = ChunkChoice(update.choice, _delta(parts), logprobs, update.finish_reason)
         if update.finish_reason is not None:
@@ -363,6 +359,14 @@ class ChunkWriter:
         if update.token_ids:
             choice.token_ids = list(update.token_ids)
         return self._chunk(choice, usage)
+
+    def text(self, choice: int, text: str) -> bytes:
+        """Returns the event of a piece of text in the middle of a choice."""
+        start = self._text_starts.get(choice)
+        if start is None:
+            start = self._head + b'{"index":%d,"delta":{"content":' % choice
+            self._text_starts[choice] = start
+        return start + encode_json(text) + self._text_end
 
     def _chunk(self, choice: ChunkChoice, usage: Usage | None, more: bytes = b"") -> bytes:
         tail = self._tail if usage is None else b',"usage":' + encode_json(usage) + b"}\n\n"

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -30,6 +30,7 @@ from services.gateway.forms.error_answers import (
     messages_error,
 )
 from services.gateway.forms.responses import encode_json
+from services.gateway.http.protocol import PIECES, Pieces
 from services.gateway.http.unserved_paths import explain
 from services.gateway.tenancy.admission import UntilEnded
 from services.gateway.tenancy.request_memory import RequestMemory
@@ -90,6 +91,10 @@ class Exchange:
     send: Send
     started: bool = False
     finished: bool = False
+    _pieces: Pieces | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pieces = self.scope.get("extensions", {}).get(PIECES)
 
     @property
     def request_id(self) -> str:
@@ -107,8 +112,23 @@ class Exchange:
             self.started = True
             start = {"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}
             await self.send(start)
+        elif data and not last and self.can_write_now():
+            self.write_now(data)
+            return
         self.finished = self.finished or last
         await self.send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    def can_write_now(self) -> bool:
+        """Returns whether `write_now` may be called: the stream has begun and not ended, and the
+        client reads fast enough.
+        """
+        pieces = self._pieces
+        return pieces is not None and not self.finished and pieces.can_send()
+
+    def write_now(self, data: bytes) -> None:
+        """Sends a piece of an event stream, which must not be empty, without waiting."""
+        assert self._pieces is not None
+        self._pieces.send(data)
 
     async def write_json(self, content: object) -> None:
         """Sends a whole answer."""

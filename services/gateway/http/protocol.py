@@ -3,7 +3,8 @@
 httptools itself refuses bare line feeds, folded lines, two lengths and other ambiguous framing. The
 protocol adds a limit and a timeout of request heads, exactly one `Host`, errors that wait for the
 answers in front of them, trailers that never become headers, requests that offer another protocol,
-responses to HTTP/1.0, and answers to clients that have closed their sending side.
+responses to HTTP/1.0, pieces of streams that are sent without waiting, and answers to clients that
+have closed their sending side.
 """
 
 import asyncio
@@ -15,11 +16,13 @@ from typing import Any, cast
 import httptools
 from starlette.types import Message
 from uvicorn import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 log = logging.getLogger(__name__)
 
+PIECES = "triptych.pieces"
 HEAD_TIMEOUT_S = 10.0
 # Most bytes of a head, of trailers, or of sizes and extensions of chunks without data.
 MAX_HEAD_BYTES = 64 << 10
@@ -102,7 +105,9 @@ class GatewayProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = None
         super().on_headers_complete()
-        cast("Any", self.cycle).transport = _JoinedHead(self.cycle)
+        pieces = Pieces(self.flow, self.transport)
+        cast("Any", self.scope)["extensions"] = {PIECES: pieces}
+        cast("Any", self.cycle).transport = _JoinedHead(self.cycle, pieces)
         self._in_head, self._num_unread = False, 0
         self.headers = []  # httptools reports trailers as further headers
         if not self.pipeline:
@@ -246,6 +251,34 @@ class GatewayProtocol(HttpToolsProtocol):
         self._probe_later(delays_s)
 
 
+class Pieces:
+    """Sends pieces of a response's body where the caller cannot wait. The protocol adds it to the
+    scope of a request as the extension `PIECES`.
+
+    Args:
+        flow: state of the connection's send buffer.
+        transport: transport of the connection.
+
+    Attributes:
+        is_open: True once the head of a response in chunks has been sent.
+    """
+
+    __slots__ = ("_flow", "_transport", "is_open")
+
+    def __init__(self, flow: FlowControl, transport: asyncio.Transport) -> None:
+        self._flow = flow
+        self._transport = transport
+        self.is_open = False
+
+    def can_send(self) -> bool:
+        """Returns whether `send` may be called. If not, the piece has to be sent as a message."""
+        return self.is_open and not (self._flow.write_paused or self._transport.is_closing())
+
+    def send(self, data: bytes) -> None:
+        """Sends a piece, which must not be empty, of a response that has not ended."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
 class _JoinedHead:
     """Sends the head of a response together with the first piece of its body, because each write to
     a socket takes some 20 µs.
@@ -254,10 +287,12 @@ class _JoinedHead:
 
     Args:
         cycle: the request. Its response has not begun.
+        pieces: sender of pieces, which is opened once the head is sent.
     """
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, pieces: Pieces) -> None:
         self._cycle = cycle
+        self._pieces = pieces
         self._transport = cycle.transport
         self._head: bytes | None = None
         self.is_closing = self._transport.is_closing
@@ -275,6 +310,7 @@ class _JoinedHead:
         self._cycle.transport = self._transport
         if self._head is not None:
             self._transport.write(self._head)
+            self._pieces.is_open = bool(self._cycle.chunked_encoding)
 
     def close(self) -> None:
         self.flush()

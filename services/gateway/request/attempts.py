@@ -14,12 +14,13 @@ the request at once.
 import logging
 import time
 from array import array
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
 from blake3 import blake3
 
 from services.common.errors import (
     Cancelled,
+    InternalError,
     Overloaded,
     ProcessLost,
     TriptychError,
@@ -67,6 +68,8 @@ class Attempts:
         encode_timeout_s: timeout in seconds of one encode call.
         outcome_timeout_s: longest time in seconds to wait until the encode calls to a lost encoder
             have ended.
+        take_tokens: function that takes tokens in the middle of a choice in place of `events`, and
+            returns False if it cannot. None if `events` yields all tokens.
     """
 
     def __init__(
@@ -77,8 +80,11 @@ class Attempts:
         metrics: GatewayMetrics,
         encode_timeout_s: float,
         outcome_timeout_s: float = OUTCOME_TIMEOUT_S,
+        take_tokens: Callable[[int, Sequence[int]], bool] | None = None,
     ) -> None:
         self._request = request
+        self._take_tokens = take_tokens
+        self._has_tokens = False  # becomes True when the running attempt has yielded tokens
         self._decoders = decoders
         self._metrics = metrics
         self._mailbox = Mailbox(request.portion)
@@ -120,16 +126,16 @@ class Attempts:
         num_moves = 0
         try:
             for attempt in range(1, MAX_ATTEMPTS + 1):
-                has_tokens = False  # becomes True when this attempt has yielded tokens
+                self._has_tokens = False
                 if not self._unfinished:
                     return
                 try:
                     self._mailbox.clear()  # drops messages of the attempt before
                     await self._submit(self._unfinished)
                     while self._sequences:
-                        events, failure = self._read(await self._mailbox.take(), has_tokens)
+                        events, failure = self._read(await self._mailbox.take())
                         if events:
-                            has_tokens = has_tokens or _have_tokens(events)
+                            self._has_tokens = self._has_tokens or _have_tokens(events)
                             if self._interrupted_at:
                                 self._record_handover()
                             yield events
@@ -157,7 +163,7 @@ class Attempts:
                 except RetryableFailure as failure:
                     if not self._unfinished:
                         return  # the caller has stopped all choices that had not ended
-                    if has_tokens:
+                    if self._has_tokens:
                         self._interrupted_at = time.monotonic()
                     await self._recover(failure)
             raise self._losses.no_pod_left()  # All attempts have failed.
@@ -192,12 +198,14 @@ class Attempts:
         return len(self._generated[choice])
 
     def receive(self, event: TokenEvent) -> None:
-        """Adds an event of a sequence to the mailbox.
+        """Passes an event of a sequence to `take_tokens`, or adds it to the mailbox.
 
         If the client reads too slowly, events pile up in the mailbox. Above `MAX_WAITING_BYTES`, or
         if the gateway has no memory left for them, the request ends with `Overloaded`.
         """
         mailbox = self._mailbox
+        if self._take_tokens is not None and self._has_tokens and self._is_taken(event):
+            return
         mailbox.put(event, event.num_bytes)
         if isinstance(event.error, ProcessLost):
             # The loss is counted now, because `events` may never read this event: if an encode call
@@ -218,6 +226,26 @@ class Attempts:
             for sequence_id in self._sequences.values():
                 if self._decoder is not None:
                     self._decoder.cancel(sequence_id)
+
+    def _is_taken(self, event: TokenEvent) -> bool:
+        """Passes tokens to `take_tokens` if `events` waits for them and has nothing else to do with
+        them. If the attempt may have to move to another decoder, all tokens are yielded.
+
+        Returns:
+            Whether the tokens were taken.
+        """
+        if self._decoder_drains or not (self._mailbox.is_awaited and event.is_bare):
+            return False
+        assert self._take_tokens is not None
+        try:
+            if not self._take_tokens(event.choice, event.token_ids):
+                return False
+        except Exception:
+            # The client of the decoder calls this for all requests, so this request alone fails.
+            log.exception("tokens could not be sent")
+            self._mailbox.put(InternalError("internal error"))
+        self._generated[event.choice].extend(event.token_ids)
+        return True
 
     async def _submit(self, choices: Collection[int]) -> None:
         """Starts the encode calls that are missing, and submits choices to a decoder.
@@ -325,13 +353,8 @@ class Attempts:
         found = other.description
         return found is not None and found.fingerprint == self._fingerprint
 
-    def _read(
-        self, messages: list[Message], has_tokens: bool
-    ) -> tuple[list[TokenEvent], Exception | None]:
+    def _read(self, messages: list[Message]) -> tuple[list[TokenEvent], Exception | None]:
         """Reads messages of the mailbox, up to the first failure that ends the attempt.
-
-        Args:
-            has_tokens: True if the attempt has yielded tokens before.
 
         Returns:
             The events to yield, and the failure that ends the attempt. The failure is None if the
@@ -341,12 +364,14 @@ class Attempts:
         for message in messages:
             if not isinstance(message, TokenEvent):
                 # `Overloaded` means that the client reads too slowly: an overloaded pod would be a
-                # `RetryableFailure`. All other failures are failed encode calls. They do not
-                # matter once the decoder has sent a token: it then has
-                # the embeddings of all images, also of the image whose call failed, because it
-                # found that embedding in its own memory or in Redis. Logprobs of a prompt
-                # prove nothing, because those of the tokens before a missing image come, too.
-                if isinstance(message, Overloaded) or not (has_tokens or _have_tokens(events)):
+                # `RetryableFailure`. `InternalError` is a fault of `take_tokens`. All other
+                # failures are failed encode calls. They do not matter once the decoder has sent a
+                # token: it then has the embeddings of all images, also of the image whose call
+                # failed, because it found that embedding in its own memory or in Redis. Logprobs
+                # of a prompt prove nothing: those of the tokens before a missing image come, too.
+                if isinstance(message, Overloaded | InternalError) or not (
+                    self._has_tokens or _have_tokens(events)
+                ):
                     return events, message
                 continue
             choice = message.choice

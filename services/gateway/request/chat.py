@@ -6,7 +6,7 @@ encoder and a decoder, and yields `Update`s: new text, tokens or tool calls of o
 handlers in `endpoints/` call both methods and speak HTTP. Both methods raise `TriptychError`s.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -144,21 +144,27 @@ class ChatService:
         return completion
 
     async def answer(
-        self, completion: Completion, *, holds_updates: bool = False
+        self,
+        completion: Completion,
+        *,
+        holds_updates: bool = False,
+        take_tokens: Callable[[int, Sequence[int]], bool] | None = None,
     ) -> AsyncGenerator[list[Update]]:
         """Runs a prepared request, and yields updates until every choice has a finish reason.
 
         Args:
             holds_updates: True if the caller holds all updates, or their text, until the answer is
                 complete. Their bytes then count towards the memory of the request.
+            take_tokens: function that takes tokens for which no update is yielded, see `Attempts`.
 
         Raises:
             TriptychError: the request failed.
         """
         timings, has_started = completion.timings, False
         attempts = Attempts(
-            completion, self.encoders, self.decoders, self.metrics, self.encode_timeout_s
-        )
+            completion, self.encoders, self.decoders, self.metrics, self.encode_timeout_s,
+            take_tokens=take_tokens,
+        )  # fmt: skip
         async with aclosing(self._events(completion, attempts)) as batches:
             async for events in batches:
                 if not has_started and any(event.token_ids for event in events):

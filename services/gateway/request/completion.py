@@ -20,6 +20,7 @@ from services.gateway.forms.responses import (
     ImageReport,
     PromptTokensDetails,
     Usage,
+    request_metrics,
 )
 from services.gateway.media.images import Image
 from services.gateway.media.videos import Video
@@ -150,6 +151,19 @@ class Completion:
                 found.accepted_prediction_tokens, found.rejected_prediction_tokens = self.predicted
             usage.completion_tokens_details = found
         return usage
+
+    def stage_times(self) -> dict[str, object]:
+        """Returns the answer's fields for `include_stage_times`; empty if the request does not ask
+        for them.
+        """
+        if not self.chat.include_stage_times:
+            return {}
+        times_ms, num_tokens = self.timings.milliseconds(), sum(c.num_tokens for c in self.choices)
+        return {
+            "stage_times_ms": times_ms,
+            "images": self.image_reports(),
+            "metrics": request_metrics(times_ms, num_tokens, len(self.choices)),
+        }
 
     def prompt_token_ids(self) -> list[int]:
         """Returns the token ids of the prompt, including all tokens of images."""

@@ -2,13 +2,14 @@
 
 import asyncio
 
-from services.common.errors import InvalidRequest, Overloaded
+from services.common.errors import InternalError, InvalidRequest, Overloaded
 from services.gateway.clients.token_event import TokenEvent
 from services.gateway.request.losses import RetryableFailure
 
 # A decoder's event, or a failed encode call: RetryableFailure if another encoder may succeed,
 # InvalidRequest if the image is at fault. Overloaded: too much of the answer waits for the client.
-Message = TokenEvent | RetryableFailure | InvalidRequest | Overloaded
+# InternalError: tokens could not be sent.
+Message = TokenEvent | RetryableFailure | InvalidRequest | Overloaded | InternalError
 
 # So many bytes are read at once, however few messages they are.
 _PORTION_BYTES = 1 << 16
@@ -30,6 +31,12 @@ class Mailbox:
         self._messages: list[Message] = []
         self.num_bytes = 0
         self._arrival: asyncio.Future[None] | None = None  # future that `take` waits for
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if no message waits, and the consumer waits for one."""
+        arrival = self._arrival
+        return arrival is not None and not arrival.done() and not self._messages
 
     def put(self, message: Message, num_bytes: int = 0) -> None:
         """Adds a message. Never waits."""

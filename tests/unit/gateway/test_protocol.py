@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from services.gateway.http.protocol import MAX_HEAD_BYTES, GatewayProtocol
+from services.gateway.http.protocol import MAX_HEAD_BYTES, PIECES, GatewayProtocol
 
 EVENTS = [b"data: {}\n\n", b"", b"x" * 70_000, "data: ü\n\n".encode()]
 STREAM = [(b"content-type", b"text/event-stream")]
@@ -149,6 +149,63 @@ async def test_a_response_is_framed_as_its_client_reads_it(
         assert found == (b"" if method == "HEAD" else body)
         assert client.wire.closed != is_kept
         assert ((b"connection", b"close") in response.headers) != is_kept
+
+
+@pytest.mark.parametrize(
+    ("version", "method", "headers", "can_send"),
+    [
+        ("1.1", "GET", STREAM, True), ("1.1", "GET", LENGTH, False), ("1.0", "GET", STREAM, False),
+        ("1.1", "HEAD", STREAM, False),
+    ],
+)  # fmt: skip
+async def test_pieces_are_sent_without_waiting_in_a_body_of_chunks(
+    version: str, method: str, headers: Any, can_send: bool
+) -> None:
+    found: list[bool] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        pieces = scope["extensions"][PIECES]
+        start, first, second, last = stream(b"abc", b"de", headers=headers)
+        found.append(pieces.can_send())
+        await send(start)
+        found.append(pieces.can_send())
+        await send(first)
+        found.append(pieces.can_send())
+        if pieces.can_send():
+            pieces.send(second["body"])
+        else:
+            await send(second)
+        await send(last)
+
+    with Client(app) as client:
+        written = await client.send(get(version, method))
+        _, body = read(written, method, version, closed=client.wire.closed)
+        assert body == (b"" if method == "HEAD" else b"abcdedata: [DONE]\n\n")
+        assert found == [False, False, can_send]
+
+
+async def test_no_piece_is_sent_past_a_full_buffer_or_to_a_client_that_is_gone() -> None:
+    released = asyncio.Event()
+    found: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        found.append(scope["extensions"][PIECES])
+        for message in stream(b"first")[:2]:
+            await send(message)
+        await released.wait()
+
+    with Client(app) as client:
+        await client.send(get())
+        (pieces,) = found
+        assert pieces.can_send()
+        client.protocol.pause_writing()
+        assert not pieces.can_send()
+        client.protocol.resume_writing()
+        assert pieces.can_send()
+        client.wire.close()
+        assert not pieces.can_send()
+        released.set()
+        await settled()
 
 
 async def test_a_pipelined_request_that_is_wrong_is_answered_behind_the_first() -> None:
