@@ -95,8 +95,7 @@ class Admission:
 
     def head(self) -> Sequence | None:
         """Returns the sequence that is admitted next, or None if no sequence waits."""
-        if self._fair_queue is not None and self._fair_queue.has_changed:
-            self._fair_queue.has_changed = False
+        if self._fair_queue is not None and self._fair_queue.take_change():
             for queue in self._queues.values():
                 queue.sort(key=_turn)
         heads = [queue[0] for queue in self._queues.values()]

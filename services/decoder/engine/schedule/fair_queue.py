@@ -32,14 +32,10 @@ class Flow:
 
 
 class FairQueue:
-    """Owner of the virtual time and of the unfinished requests.
-
-    Attributes:
-        has_changed: True if a finish tag has changed since the owner last reset this.
-    """
+    """Owner of the virtual time and of the unfinished requests."""
 
     def __init__(self) -> None:
-        self.has_changed = False
+        self._has_changed = False  # whether a finish tag has changed since `take_change`
         self._time = 0.0
         self._flows: dict[tuple[str, str], Flow] = {}
 
@@ -48,8 +44,15 @@ class FairQueue:
         flow = self._flows.setdefault((tenant, request), Flow())
         flow.num_sequences += 1
         flow.finish_tag = max(flow.finish_tag, self._time) + num_tokens
-        self.has_changed = True
+        self._has_changed = True
         return flow
+
+    def take_change(self) -> bool:
+        """Returns whether a finish tag has changed since the last call, so that queues that are
+        ordered by finish tags have to be sorted.
+        """
+        changed, self._has_changed = self._has_changed, False
+        return changed
 
     def advance(self, num_tokens: int) -> None:
         """Notes that so many tokens of prompts were planned, or found in the prefix cache."""
