@@ -19,7 +19,6 @@ from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.common.transport.rpc import create_channel, create_server
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.front.front import DecoderFront
-from services.decoder.front.outbox import MAX_QUEUED_BYTES
 from services.decoder.front.sequence_limit import max_sequences
 from services.decoder.front.service import DecoderServicer
 from services.decoder.images.embedding_fetch import EncoderFetcher
@@ -111,7 +110,7 @@ class Decoder:
         num_processes: int = 1,
         max_work_s: float = 30.0,
         grammar_bytes: int = 1 << 30,
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        max_queued_bytes: int | None = None,
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))

@@ -48,7 +48,7 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.front.adapter_table import AdapterTable, LoadedAdapter
 from services.decoder.front.drain import Drain
-from services.decoder.front.outbox import MAX_QUEUED_BYTES, Outbox
+from services.decoder.front.outbox import Outbox, usual_queued_bytes
 from services.decoder.front.submission import read_submit
 from services.decoder.front.token_ids import INT_BYTES
 from services.decoder.images.embedding_fetch import EncoderFailed
@@ -125,8 +125,8 @@ class DecoderFront(InputListener):
         capacity: counter of the sequences of each tenant. It limits their total number, and allows
             a single tenant at most three quarters of that number.
         adapters: adapters of the engine. Defaults to none.
-        max_queued_bytes: largest estimated size of a stream's unread events. If a gateway reads so
-            slowly that there are more, its sequences are aborted.
+        max_queued_bytes: estimated size of a stream's unread events above which its sequences are
+            aborted, because the gateway reads too slowly. The default depends on the model's task.
 
     Attributes:
         images: images of the sequences.
@@ -143,14 +143,14 @@ class DecoderFront(InputListener):
         capacity: TenantCapacity,
         adapters: AdapterTable | None = None,
         *,
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        max_queued_bytes: int | None = None,
     ) -> None:
         self.engine = engine
         self._channel = channel
         self.images = SequenceImages(source, channel, self)
         self._metrics = metrics
         self._capacity = capacity
-        self._max_queued_bytes = max_queued_bytes
+        self._max_queued_bytes = max_queued_bytes or usual_queued_bytes(engine.task)
         self._masks = masks
         self.adapters = adapters or AdapterTable({}, 0, channel)
         self._numbers = itertools.count(1)
