@@ -245,6 +245,8 @@ def _unpack_assembly(shift: int, factor: int, dtype: str) -> str:
     are shifted right by `shift` bits. Multiplication by `factor`, a power of two, corrects for the
     exponent bias and normalizes subnormal numbers. This takes ten instructions for four values. The
     conversions that Triton emits process 12 values per clock and SM, far below the memory rate.
+
+    The codes of NaN become 480. `services.common.nn.weights` refuses files that have one.
     """
     halves = [
         f"""
@@ -274,7 +276,7 @@ def _to_f32_assembly() -> str:
     Shifted by four bits, sign, exponent and mantissa are where a float32 has them, and subnormal
     numbers stay subnormal. This takes three instructions for a value, one of which (the shift) can
     run where multiplications do. The conversions that Triton emits process 12 values per clock and
-    SM, which is two thirds of the memory rate of an H200.
+    SM, which is two thirds of the memory rate of an H200. The codes of NaN become 480 times 2^-120.
     """
     lines = [
         f"""

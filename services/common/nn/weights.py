@@ -99,7 +99,8 @@ def load_weights(
         spec: spec of the checkpoint, which lists ignored tensors. None if no tensor is ignored.
 
     Raises:
-        CheckpointError: tensors are missing, unexpected or of a wrong shape. The message names all.
+        CheckpointError: tensors are missing, unexpected or of a wrong shape, or e4m3 weights have a
+            NaN. The message names all.
     """
     spec = spec or CheckpointSpec(text_prefix="")
     try:
@@ -124,7 +125,11 @@ def load_weights(
                 elif not _is_as_required(source, reader):
                     what = f"{source.name}: {source.layout.otherwise}"
                     raise CheckpointError(f"{checkpoint.directory}: {what}")
-        copier.finish()
+        if names := copier.finish():
+            raise CheckpointError(
+                f"{checkpoint.directory}: values that are no numbers (NaN): {listed(names)}; the "
+                "files are damaged, or the program that has quantized them has failed"
+            )
     log_progress("weights", len(by_file), len(by_file))
     process(module)
 
@@ -173,6 +178,7 @@ class _Copier:
         self._staging = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
+        self._have_nan: dict[str, Tensor] = {}  # by name of the tensor, on the device
 
     def fill(self, targets: list[Tensor], source: StoredTensor) -> None:
         """Fills a region of a parameter, and of its scales if the tensor is quantized on the way.
@@ -191,22 +197,45 @@ class _Copier:
         values = values.reshape(target.shape)
         if self._device.type != "cuda":
             _put(values, target, targets, source)
+            self._look_for_nan(source.name, targets[0])
             return
         # Values are cast and transposed on the device, so that the file's bytes cross the bus.
         values = self._staged(values)
         if values.dtype != target.dtype or source.transposed:
             values = values.to(self._device, non_blocking=True)
         _put(values, target, targets, source)
+        self._look_for_nan(source.name, targets[0])
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         self._events[self._turn] = event
 
-    def finish(self) -> None:
-        """Waits for the last copies."""
+    def finish(self) -> list[str]:
+        """Waits for the last copies, and returns the names of tensors that have a NaN."""
         for event in self._events:
             if event is not None:
                 event.synchronize()
         self._staging.clear()
+        if not self._have_nan:
+            return []
+        have_nan = torch.stack(list(self._have_nan.values())).tolist()
+        return [name for name, found in zip(self._have_nan, have_nan, strict=True) if found]
+
+    def _look_for_nan(self, name: str, target: Tensor) -> None:
+        """Notes whether e4m3 values have a NaN, without waiting for the device.
+
+        Kernels for few tokens convert the codes of NaN to 480, so that answers would be wrong. In
+        any other dtype, and in kernels for many tokens, a NaN makes the output NaN, and the
+        sequence fails.
+        """
+        if target.dtype != torch.float8_e4m3fn or not target.numel():
+            return
+        codes = target.view(torch.uint8)
+        found = [
+            (part.bitwise_and(0x7F) == 0x7F).any()
+            for part in codes.split(max(1, _WIDE * len(codes) // codes.numel()))
+        ]
+        before = self._have_nan.get(name)
+        self._have_nan[name] = torch.stack(found if before is None else [before, *found]).any()
 
     def _staged(self, values: Tensor) -> Tensor:
         """Copies values to pinned memory. One buffer is filled while the other is transferred."""
