@@ -48,12 +48,8 @@ async def test_describe(pod: Pod) -> None:
 async def test_encode_then_fetch(pod: Pod) -> None:
     first = await pod.encode(b"image")
     assert (first.source, first.num_tokens) == (Response.SOURCE_COMPUTED, 16)
-    took = [
-        pod.metrics.registry.get_sample_value(
-            "triptych_encoder_stage_seconds_sum", {"stage": stage}
-        )
-        for stage in ("queue", "preprocess", "forward")
-    ]
+    name, sample = "triptych_encoder_stage_seconds_sum", pod.metrics.registry.get_sample_value
+    took = [sample(name, {"stage": stage}) for stage in ("queue", "preprocess", "forward")]
     assert took == [0.1, 0.2, 0.3]
     assert await pod.fetch(b"image") == pod.expected(b"image")
     second = await pod.encode(b"image")
@@ -403,9 +399,8 @@ async def test_a_refusal_says_how_long_the_queued_work_takes() -> None:
             pod.engine.gate.set()
             await asyncio.gather(*running)
             assert isinstance(error, errors.Overloaded)
-            assert backlog_s is not None and error.retry_after_s == pytest.approx(
-                max(1.0, backlog_s), rel=1e-3
-            )
+            assert backlog_s is not None
+            assert error.retry_after_s == pytest.approx(max(1.0, backlog_s), rel=1e-3)
             assert pod.metrics.registry.get_sample_value("triptych_encoder_backlog_seconds") == 0
             return error.retry_after_s
 
@@ -507,13 +502,12 @@ async def test_a_file_is_decoded_during_the_lookup_in_redis(redis_server: RedisS
 async def test_two_encoders_encode_an_image_once_each_at_most(redis_server: RedisServer) -> None:  # noqa: F811
     """No lock between them: gateways send equal images to one pod."""
     async with run_pod(redis_server.url) as a, run_pod(redis_server.url) as b:
-        # Neither engine finishes, so neither pod can find the other's entry in Redis.
-        a.engine.gate.clear()
-        b.engine.gate.clear()
+        for pod in (a, b):
+            pod.engine.gate.clear()  # so that no pod can find the other's entry in Redis
         calls = [asyncio.ensure_future(pod.encode(b"image")) for pod in (a, b) * 50]
         await until(lambda: a.engine.jobs and b.engine.jobs)
-        a.engine.gate.set()
-        b.engine.gate.set()
+        for pod in (a, b):
+            pod.engine.gate.set()
         await asyncio.gather(*calls)
         assert (len(a.engine.jobs), len(b.engine.jobs)) == (1, 1)
         await a.flush_writes()
