@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import pytest_asyncio
 from tokenizers import Tokenizer
 
 from services.common.pb import decoder_pb2 as pb
@@ -17,7 +18,8 @@ from tests.cases import cases
 from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of, until
 from tests.tiny_tokenizer import added_ids, tokenizer_json, write_text_model_directory
 
-pytestmark = pytest.mark.thorough
+# The tests share a decoder: the start of its mask processes takes longer than most of them.
+pytestmark = [pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
 
 END = added_ids()["<|im_end|>"]
 SCHEMA = {
@@ -37,7 +39,7 @@ def model(tmp_path_factory):
     return write_text_model_directory(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def decoder(model):
     async with Decoder(
         model_directory=model, num_blocks=256, max_model_len=512, max_num_sequences=16
@@ -263,21 +265,24 @@ async def test_preempted_sequences_go_on(model):
 
 
 async def test_cancelled_while_its_grammar_compiles(decoder):
+    form = grammar("JSON_SCHEMA", SCHEMA | {"title": "of no other test, so it is not compiled"})
     async with Gateway(decoder) as gateway:
         submit = submit_of(1, prompt_of(1))
-        submit.grammar.CopyFrom(grammar("JSON_SCHEMA", SCHEMA))
+        submit.grammar.CopyFrom(form)
         await gateway.submit(submit)
         await gateway.cancel(1)
         assert (await gateway.end(1)).code == "cancelled"
-        ids, _ = await answer(gateway, 2, grammar("JSON_SCHEMA", SCHEMA))
+        ids, _ = await answer(gateway, 2, form)
         json.loads(text_of(ids))
     await until(decoder.is_idle)
 
 
-async def test_sequences_without_a_grammar_are_planned_ahead_as_before(decoder):
+async def test_sequences_without_a_grammar_are_planned_ahead_as_before(decoder, monkeypatch):
     sent: list[Any] = []
     send = decoder.engine.send
-    decoder.engine.send = lambda *messages: (sent.extend(messages), send(*messages))
+    monkeypatch.setattr(
+        decoder.engine, "send", lambda *messages: (sent.extend(messages), send(*messages))
+    )
     async with Gateway(decoder) as gateway:
         await gateway.submit(submit_of(1, prompt_of(1)))
         await gateway.end(1)
