@@ -35,6 +35,23 @@ def media(loop_thread: LoopThread, tmp_path) -> Iterator[GatewayStack]:
         stack.close()
 
 
+@pytest.fixture(scope="module")
+def _bringing(
+    loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayStack]:
+    stack = GatewayStack(
+        loop_thread, tmp_path_factory.mktemp("bringing"), api_keys="one,two", embeddings=True
+    )
+    yield stack
+    stack.close()
+
+
+@pytest.fixture
+def bringing(_bringing: GatewayStack) -> Iterator[GatewayStack]:
+    """The stack that the tests of embeddings share, reset."""
+    yield from _bringing.lend()
+
+
 def text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
@@ -172,15 +189,15 @@ def test_uploads_are_bounded_and_of_no_forms_type(media):
      text(save({"g": torch.tensor([GRID])}))],
     ids=["numbers", "a row", "npy", "npy of int32", "safetensors"],
 )  # fmt: skip
-def test_an_embedding_takes_an_images_place(media, grid):
+def test_an_embedding_takes_an_images_place(bringing, grid):
     file = save({"e": TENSOR})
-    asked = ask(media, embeds(file, grid))
+    asked = ask(bringing, embeds(file, grid))
     assert asked.status_code == 200, asked.text
-    (request,) = media.encoder.requests
+    (request,) = bringing.encoder.requests
     assert request.is_embedding and request.image == file
-    salt, prefix = request.cache_salt, media.encoder.description.key_prefix
+    salt, prefix = request.cache_salt, bringing.encoder.description.key_prefix
     assert request.image_key == embedding_key(prefix, file, unit=Unit((1, 4, 8)), salt=salt)
-    (submit,) = media.decoder.submits
+    (submit,) = bringing.decoder.submits
     assert [image.num_tokens for image in submit.images] == [TOKENS]
     details = asked.json()["usage"]["prompt_tokens_details"]
     assert details["image_tokens"] == TOKENS
@@ -204,43 +221,43 @@ ROWS = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1))
     ],
     ids=["float32", "bfloat16", "npy of float16"],
 )
-def test_several_grids_are_as_many_images(media, grids, file, dtype):
-    asked = ask(media, embeds(file, grids))
+def test_several_grids_are_as_many_images(bringing, grids, file, dtype):
+    asked = ask(bringing, embeds(file, grids))
     assert asked.status_code == 200, asked.text
-    (submit,) = media.decoder.submits
+    (submit,) = bringing.decoder.submits
     assert [image.num_tokens for image in submit.images] == [8, 4, 8]
-    found = {r.image_key: load(r.image)["embedding"] for r in media.encoder.requests}
+    found = {r.image_key: load(r.image)["embedding"] for r in bringing.encoder.requests}
     tensors = [found[image.image_key] for image in submit.images]
     assert torch.equal(torch.cat(tensors), ROWS.to(dtype))
     assert asked.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 20
 
 
-def test_several_grids_are_the_prompt_of_as_many_parts(media):
+def test_several_grids_are_the_prompt_of_as_many_parts(bringing):
     pairs = zip(ROWS.split([8, 4, 8]), GRIDS, strict=True)
     parts = [embeds(save({"e": rows.clone()}), grid) for rows, grid in pairs]
     for given in (parts, [embeds(save({"e": ROWS}), GRIDS)]):
-        assert ask(media, *given).status_code == 200
-    apart, together = media.decoder.submits
+        assert ask(bringing, *given).status_code == 200
+    apart, together = bringing.decoder.submits
     assert apart.prompt_token_ids == together.prompt_token_ids
 
 
-def test_each_grid_counts_as_an_image(media):
+def test_each_grid_counts_as_an_image(bringing):
     grids = [[1, 2, 2]] * 1000
-    status, param, message = error_of(ask(media, embeds(save({"e": TENSOR}), grids)))
+    status, param, message = error_of(ask(bringing, embeds(save({"e": TENSOR}), grids)))
     assert (status, param) == (400, "messages") and "1000 images" in message
 
 
-def test_tenants_have_embeddings_of_their_own(media):
+def test_tenants_have_embeddings_of_their_own(bringing):
     for key in ("one", "two"):
-        assert ask(media, embeds(), key=key).status_code == 200
-    assert len({request.image_key for request in media.encoder.requests}) == 2
+        assert ask(bringing, embeds(), key=key).status_code == 200
+    assert len({request.image_key for request in bringing.encoder.requests}) == 2
 
 
-def test_an_uploaded_embedding_is_named(media):
-    handle = upload(media, save({"e": TENSOR}), "application/octet-stream").json()["id"]
-    assert ask(media, embeds(handle)).status_code == 200
-    assert media.encoder.requests[0].image == save({"e": TENSOR})
-    assert error_of(ask(media, embeds(handle), key="two"))[0] == 404
+def test_an_uploaded_embedding_is_named(bringing):
+    handle = upload(bringing, save({"e": TENSOR}), "application/octet-stream").json()["id"]
+    assert ask(bringing, embeds(handle)).status_code == 200
+    assert bringing.encoder.requests[0].image == save({"e": TENSOR})
+    assert error_of(ask(bringing, embeds(handle), key="two"))[0] == 404
 
 
 BAD = {
@@ -275,14 +292,14 @@ BAD = {
 
 
 @pytest.mark.parametrize(("data", "grid"), BAD.values(), ids=BAD.keys())
-def test_other_embeddings_are_a_400_that_names_the_part(media, data, grid):
-    status, param, message = error_of(ask(media, embeds(data, grid)))
+def test_other_embeddings_are_a_400_that_names_the_part(bringing, data, grid):
+    status, param, message = error_of(ask(bringing, embeds(data, grid)))
     assert status == 400 and param.startswith("messages[0].content[0]") and message
-    assert not media.encoder.requests and not media.decoder.submits
+    assert not bringing.encoder.requests and not bringing.decoder.submits
 
 
 @pytest.mark.parametrize("value", [3e38, -3e38, float("inf"), float("nan")])
-def test_values_that_a_model_cannot_add_are_a_400_that_names_the_part(media, value: float):
+def test_values_that_a_model_cannot_add_are_a_400_that_names_the_part(bringing, value: float):
     """The encoder reads the values, while the decoder waits for the embedding."""
 
     async def read(request) -> None:
@@ -290,25 +307,25 @@ def test_values_that_a_model_cannot_add_are_a_400_that_names_the_part(media, val
         place = checked(request.image, spec)
         write_tensor(request.image, place, spec, memoryview(bytearray(spec.size_bytes)))
 
-    media.encoder.before, media.decoder.before = read, forever
+    bringing.encoder.before, bringing.decoder.before = read, forever
     file = save({"e": torch.full_like(TENSOR, value)})
     text_part = {"type": "text", "text": "look:"}
-    status, param, message = error_of(ask(media, text_part, embeds(file)))
+    status, param, message = error_of(ask(bringing, text_part, embeds(file)))
     assert (status, param) == (400, "messages[0].content[1]")
     assert "would overflow" in message
 
 
-def test_a_bare_tensor_needs_its_grid(media):
+def test_a_bare_tensor_needs_its_grid(bringing):
     part = {"type": "image_embeds", "image_embeds": text(save({"e": TENSOR}))}
-    status, param, message = error_of(ask(media, part))
+    status, param, message = error_of(ask(bringing, part))
     assert (status, param) == (400, "messages[0].content[0].image_embeds")
     assert "image_grid_thw" in message
 
 
 @pytest.mark.parametrize("role", ["system", "assistant"])
-def test_embeddings_stand_where_images_may(media, role):
+def test_embeddings_stand_where_images_may(bringing, role):
     messages = [{"role": role, "content": [embeds()]}, {"role": "user", "content": "what?"}]
-    answer = call(media, "/v1/chat/completions", "one", json={"messages": messages})
+    answer = call(bringing, "/v1/chat/completions", "one", json={"messages": messages})
     status, param, message = error_of(answer)
     assert (status, param) == (400, "messages[0].content[0]")
     assert f"images are not allowed in a {role} message" in message

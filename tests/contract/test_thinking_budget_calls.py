@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.answers.thinking_budget import ThinkingBudget
-from tests.cases import first
+from tests.cases import cases, first
 from tests.gateway_stack import GatewayStack
 from tests.tiny_tokenizer import TEXT_CHAT_TEMPLATE
 from tests.unit.gateway.test_answers import encode
@@ -113,6 +113,7 @@ def test_a_call_that_has_begun_stays_whole_at_each_budget(form, tokens_per_event
         assert streamed_call(ask(stack, budget, stream=True)) == ("f", ARGUMENTS), budget
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mention",
     [
@@ -130,7 +131,7 @@ def test_a_head_that_becomes_no_call_is_closed_soon(form, mention):
     begins = budget_at_tag(stack, opener)
     close = encode(stack.tokenizer, "</think>")[0]
     first = int(bool(opener))  # the opening tag
-    for budget in range(begins, begins + 14, 3):
+    for budget in range(begins, begins + 14, cases(7, 3)):
         (choice,) = ask(stack, budget, return_token_ids=True, max_tokens=300).json()["choices"]
         at = choice["token_ids"].index(close)
         assert first + budget <= at <= first + budget + 128
