@@ -30,11 +30,12 @@ from services.gateway.answers.tool_parsers import PARSERS
 from services.gateway.answers.tool_use import ToolCalls
 from services.gateway.forms.parts import Call, join
 from services.gateway.forms.tools import FunctionDefinition
+from tests.cases import cases
 from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
 from tests.unit.gateway.test_answers import encode
 
 END = added_ids()["<|im_end|>"]
-NUM_SAMPLES = 25
+NUM_SAMPLES = cases(10, 25)
 
 
 def object_of(required="", /, **properties):
@@ -239,6 +240,7 @@ def _without_twins(pairs):
     return dict(pairs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SERVED)
 def test_every_call_of_a_random_model_validates(name, tokenizer, vocabulary):
     schema = SERVED[name]
@@ -497,7 +499,8 @@ TYPED = object_of("", s=TEXT, i=INT, n={"type": "number"}, b={"type": "boolean"}
                   o={"type": "object"}, l={"type": "array"})  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.thorough
+@settings(max_examples=cases(50, 150), deadline=None)
 @given(
     st.fixed_dictionaries({}, optional={
         "s": st.text(), "i": st.integers(), "n": st.floats(allow_nan=False, allow_infinity=False),

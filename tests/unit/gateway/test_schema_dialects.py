@@ -313,9 +313,11 @@ TYPE_OF = {
 @pytest.mark.parametrize("strict", first(1, [False, True]))
 def test_no_value_of_a_keyword_ends_another_function(keyword, strict, tokenizer, vocabulary):
     num_served = 0
-    for value in VALUES:
+    for number, value in enumerate(VALUES):
         schema = {"type": TYPE_OF.get(keyword, "integer"), keyword: value}
-        for form in ("hermes", "qwen3_coder"):
+        # `make test` has each value with one of the forms, and the next keyword with the other.
+        turn = (number + KEYWORDS.index(keyword)) % 2
+        for form in first(1, ("hermes", "qwen3_coder")[:: 1 - 2 * turn]):
             calls = functions(schema, strict=strict, form=form)
             try:
                 grammar = answer_grammar(None, None, calls, tokenizer)

@@ -3,9 +3,12 @@
 Added tokens that a request's text has are plain text: here the template's are in brackets.
 """
 
+import itertools
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,7 @@ from services.gateway.prompts.chat_template import (
 )
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
+from tests.cases import first
 from tests.tiny_tokenizer import FIXTURES, write_model_directory
 from tests.unit.gateway.test_text_families import write_family
 
@@ -37,7 +41,7 @@ class Templates:
 
     template: ChatTemplate
     prompts: PromptBuilder
-    hf: object
+    hf: Any
     options: dict[str, object]
 
     def pieces(self, messages, **fields) -> list[tuple[str, bool]] | None:
@@ -50,11 +54,13 @@ class Templates:
 
     def marked(self, messages, **fields) -> str | None:
         pieces = self.pieces(messages, **fields)
-        return pieces and "".join(f"⟦{text}⟧" if added else text for text, added in pieces)
+        if pieces is None:
+            return None
+        return "".join(f"⟦{text}⟧" if added else text for text, added in pieces)
 
     def text(self, messages, **fields) -> str | None:
         pieces = self.pieces(messages, **fields)
-        return pieces and "".join(text for text, _ in pieces)
+        return None if pieces is None else "".join(text for text, _ in pieces)
 
     def expected(self, messages, tokenize=False, **fields):
         """The text or the ids of transformers; None if it refuses the messages."""
@@ -90,7 +96,7 @@ def models(tmp_path_factory) -> dict[str, Templates]:
             **read_special_tokens(directory),
         )
         prompts = PromptBuilder(read_spec(directory), tokenizer, template)
-        options = {"date_string": "1 May"} if name == "llama3" else {}
+        options: dict[str, object] = {"date_string": "1 May"} if name == "llama3" else {}
         found[name] = Templates(template, prompts, hf, options)
     return found
 
@@ -314,47 +320,51 @@ SHAPES = {
 REFUSED = {("mistral", "assistant with a call"), ("mistral", "result")}
 
 
-def forms_of(before: str, tag: str, after: str) -> list:
-    """A content as a string, as a part, and as parts that cut the tag."""
-    text = before + tag + after
-    return [text, parts(text), parts(before + tag[:3], tag[3:] + after)]
+def contents_of(source: str) -> Iterator:
+    """Each tag of a template between blanks: as a string, as a part, and as parts that cut it.
+    `make test` has these in turn.
+    """
+    tags = sorted(set(TAG.findall(source)))
+    blanks = itertools.product(tags, ("", " ", "\n", "a\n"), ("", " \n", "\n\n", "b"))
+    for number, (tag, before, after) in enumerate(blanks):
+        text, turn = before + tag + after, number % 3
+        forms = [text, parts(text), parts(before + tag[:3], tag[3:] + after)]
+        yield from first(1, forms[turn:] + forms[:turn])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_grid_of_tags_and_blanks_is_that_of_transformers(models, name, shape):
     model, messages_of = models[name], SHAPES[shape]
     expected_turns = [turns(model.pieces(messages_of(form))) for form in ("x", parts("x"))]
     num_compared = 0
-    for tag in sorted(set(TAG.findall(model.template.source))):
-        for before in ("", " ", "\n", "a\n"):
-            for after in ("", " \n", "\n\n", "b"):
-                for form in forms_of(before, tag, after):
-                    messages = messages_of(form)
-                    expected = model.expected(messages)
-                    assert model.text(messages) == expected, form
-                    assert turns(model.pieces(messages)) in expected_turns, form
-                    num_compared += expected is not None
+    for form in contents_of(model.template.source):
+        messages = messages_of(form)
+        expected = model.expected(messages)
+        assert model.text(messages) == expected, form
+        assert turns(model.pieces(messages)) in expected_turns, form
+        num_compared += expected is not None
     assert num_compared or (name, shape) in REFUSED
 
 
 def turns(pieces: list[tuple[str, bool]] | None) -> list[str] | None:
     """The special tokens that divide turns."""
-    return pieces and [text for text, added in pieces if added and TURN.search(text)]
+    if pieces is None:
+        return None
+    return [text for text, added in pieces if added and TURN.search(text)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_a_grid_of_continued_texts_is_that_of_transformers(models, name):
     fields = {"continue_final_message": True, "add_generation_prompt": False}
     model, results = models[name], set()
-    for tag in sorted(set(TAG.findall(model.template.source))):
-        for before in ("", " ", "\n", "a\n"):
-            for after in ("", " \n", "\n\n", "b"):
-                for form in forms_of(before, tag, after):
-                    messages = [ASK, said(form)]
-                    expected = model.expected(messages, **fields)
-                    assert model.text(messages, **fields) == expected, form
-                    results.add(expected is None)
+    for form in contents_of(model.template.source):
+        messages = [ASK, said(form)]
+        expected = model.expected(messages, **fields)
+        assert model.text(messages, **fields) == expected, form
+        results.add(expected is None)
     assert False in results
 
 
