@@ -64,8 +64,12 @@ def test_the_kernel_of_bytes_takes_no_more_tokens_than_it_has_room_for() -> None
     assert sum(launch.name == "_skinny_kernel" for launch in found) == 1
 
 
-@pytest.mark.parametrize(("group", "zeros"), [(128, False), (32, True)])
-@pytest.mark.parametrize("device", DEVICES)
+# `make test` has both GEMMs and both kinds of groups.
+TILES = [("h200", 128, False), ("l40s", 32, True), ("h200", 32, True), ("l40s", 128, False)]
+TILES += [(name, *kind) for name in DEVICES[2:] for kind in ((128, False), (32, True))]
+
+
+@pytest.mark.parametrize(("device", "group", "zeros"), first(2, TILES))
 def test_kernels_of_tiles_compile_and_fit(device: str, group: int, zeros: bool) -> None:
     facts = KernelFacts(
         KNOWN_DEVICES[device], TEXT_SHAPES["8b"], torch.bfloat16, weight_format="w4a16"
