@@ -18,13 +18,16 @@ from services.decoder.engine.messages import EngineInfo, ImageSpan
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from services.decoder.engine.step import Int32Array, Step, StepOutput
 from services.gateway.batches.line_turns import LineTurns
+from tests.cases import cases
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import add_message, runner_info
 from tests.integrity import check_scheduler
 
 STEP_MS = 40.0  # the setting's default
 MOST_LINES = 128
-TICK_MS, SECONDS = 500.0, 30
+TICK_MS = 500.0
+# Long enough that a request waits that the batch would delay, in each of the simulations.
+SECONDS = cases(15, 30)
 # Milliseconds in which the host plans and launches a step, and between two looks at messages.
 HOST_MS, POLL_MS = 0.5, 0.02
 
@@ -212,21 +215,25 @@ class Simulation:
 
 
 @cache
-def alone(rate: float, num_prompt: int) -> Day:
-    return Simulation(rate, SECONDS, has_batch=False, num_prompt=num_prompt).run()
+def alone(rate: float, num_prompt: int, seconds: int) -> Day:
+    return Simulation(rate, seconds, has_batch=False, num_prompt=num_prompt).run()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("rate", "num_prompt"), [(10, 210), pytest.param(2, 1000, marks=pytest.mark.nightly)]
+    ("rate", "num_prompt", "seconds"),
+    [(10, 210, SECONDS), pytest.param(2, 1000, 30, marks=pytest.mark.nightly)],
 )
-def test_a_batch_delays_first_tokens_by_a_tenth_at_most(rate: float, num_prompt: int) -> None:
-    without = alone(rate, num_prompt)
-    beside = Simulation(rate, SECONDS, has_batch=True, num_prompt=num_prompt).run()
-    print(f"{without.p99:.1f} and {beside.p99:.1f} ms, {beside.num_lines / SECONDS:.1f} lines/s")
-    assert len(beside.first_ms) >= 0.9 * rate * SECONDS
+def test_a_batch_delays_first_tokens_by_a_tenth_at_most(
+    rate: float, num_prompt: int, seconds: int
+) -> None:
+    without = alone(rate, num_prompt, seconds)
+    beside = Simulation(rate, seconds, has_batch=True, num_prompt=num_prompt).run()
+    print(f"{without.p99:.1f} and {beside.p99:.1f} ms, {beside.num_lines / seconds:.1f} lines/s")
+    assert len(beside.first_ms) >= 0.9 * rate * seconds
     assert beside.p99 <= 1.1 * without.p99
     # 49 lines a second ran beside two requests a second before the batch gave way to them.
-    assert beside.num_lines / SECONDS > 15
+    assert beside.num_lines / seconds > 15
     assert beside.busy > 0.97  # The device waits for no launch.
 
 
@@ -238,6 +245,7 @@ def ignored(_: object, __: object) -> None:
     pass
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["held back", "short steps", "late launches"])
 def test_each_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of the rules, the batch delays first tokens by more than a tenth."""
@@ -250,7 +258,7 @@ def test_each_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None
         case _:
             monkeypatch.setattr("services.decoder.engine.launch_gate._LAUNCH_S", 1.0)
     beside = Simulation(10, SECONDS, has_batch=True, num_prompt=210).run()
-    assert beside.p99 > 1.1 * alone(10, 210).p99
+    assert beside.p99 > 1.1 * alone(10, 210, SECONDS).p99
 
 
 def test_a_step_with_a_prompt_of_a_request_leaves_the_batch_out() -> None:
