@@ -98,15 +98,23 @@ def context_files(source: Path, dockerfile: str) -> list[Path]:
     return sorted(name for name in names if "__pycache__" not in name.parts)
 
 
-def write_context(source: Path, dockerfile: str, target: Path, time_s: int) -> None:
-    """Writes an image's build context: its Dockerfile at the top, and the files that it copies."""
+def write_context(source: Path, dockerfile: str, target: Path, time_s: int, level: int = 6) -> None:
+    """Writes an image's build context: its Dockerfile at the top, and the files that it copies.
+
+    Args:
+        source: directory of the project.
+        dockerfile: path of the Dockerfile, relative to `source`.
+        target: archive that is written.
+        time_s: Unix time that each member gets.
+        level: level of gzip's compression. 0 compresses nothing.
+    """
     members = {str(path): source / path for path in context_files(source, dockerfile)}
     members["Dockerfile"] = source / dockerfile
     target.parent.mkdir(parents=True, exist_ok=True)
-    _write_tar(members, target, time_s)
+    _write_tar(members, target, time_s, level)
 
 
-def _write_tar(members: dict[str, Path], target: Path, time_s: int) -> None:
+def _write_tar(members: dict[str, Path], target: Path, time_s: int, level: int = 6) -> None:
     """Writes a compressed archive whose bytes depend on names, modes and contents alone."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -116,7 +124,7 @@ def _write_tar(members: dict[str, Path], target: Path, time_s: int) -> None:
             info.size, info.mtime = len(data), time_s
             info.mode = 0o755 if members[name].stat().st_mode & 0o100 else 0o644
             tar.addfile(info, io.BytesIO(data))
-    with target.open("wb") as file, gzip.GzipFile("", "wb", 6, file, mtime=time_s) as packed:
+    with target.open("wb") as file, gzip.GzipFile("", "wb", level, file, mtime=time_s) as packed:
         packed.write(content.getvalue())
 
 
