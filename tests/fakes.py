@@ -335,7 +335,9 @@ class FakeDecoder(_FakeServer):
         return decoder_pb2.ResetPrefixCacheResponse()
 
     async def Generate(self, request_iterator, context):
-        events: asyncio.Queue[decoder_pb2.SequenceEvent | None] = asyncio.Queue()
+        # No sequence is far ahead of what the gateway reads: what a cancelled one had written would
+        # delay all others of the stream, on a busy machine by minutes.
+        events: asyncio.Queue[decoder_pb2.SequenceEvent | None] = asyncio.Queue(64)
         running: dict[int, asyncio.Task[None]] = {}
         accepted = decoder_pb2.Accept()
         reader = asyncio.create_task(self._read(request_iterator, events, running, accepted))
