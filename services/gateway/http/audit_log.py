@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from starlette.types import Scope
 
+from services.common.telemetry import log_line
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.tenants import Identity
 
@@ -34,4 +35,4 @@ class AuditLog:
             if amount:
                 self._metrics.used_by_tenant(tenant, kind).inc(amount)
         who = {"tenant": tenant, "key": identity.key_id, "model": self._model}
-        log.info("%s", scope["path"], extra={"fields": {**who, **used, "outcome": outcome}})
+        log_line(log, logging.INFO, scope["path"], {**who, **used, "outcome": outcome})

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import Forbidden, TriptychError, Unauthorized
 from services.common.spans import TRACEPARENT, Span, span
-from services.common.telemetry import bind_request_id
+from services.common.telemetry import bind_request_id, log_line
 from services.gateway.http.audit_log import AuditLog
 from services.gateway.http.exchange import error_response
 from services.gateway.http.same_site import SameSite
@@ -89,7 +89,7 @@ class Middleware:
             request_span.set(status=status, **_outcome(scope))
         level = logging.DEBUG if is_quiet else logging.INFO
         fields = {"ms": round((time.monotonic() - start) * 1e3, 1), **self._described(scope)}
-        log.log(level, "%s %s %d", scope["method"], scope["path"], status, extra={"fields": fields})
+        log_line(log, level, f"{scope['method']} {scope['path']} {status}", fields)
 
     def _described(self, scope: Scope) -> dict[str, Any]:
         """Returns the fields of a request's log line: its tenant if it has a key, and the model,

@@ -5,10 +5,11 @@ import io
 import json
 import logging
 import threading
+from datetime import datetime
 
 import pytest
 
-from services.common.telemetry import _JsonFormatter, _LineHandler, bound_request_id
+from services.common.telemetry import _JsonFormatter, _LineHandler, bound_request_id, log_line
 
 
 @pytest.mark.parametrize(
@@ -75,3 +76,53 @@ def test_a_line_without_an_event_loop_is_written_at_once() -> None:
     stream = _Writes()
     _LineHandler(stream).handle(record_of("a"))
     assert stream.written == ["a\n"]
+
+
+def write_to(stream: _Writes, monkeypatch: pytest.MonkeyPatch, *others: logging.Handler) -> None:
+    """Sends all records to a stream, and to other handlers."""
+    handler = _LineHandler(stream)
+    handler.setFormatter(_JsonFormatter("gateway"))
+    monkeypatch.setattr(logging.root, "handlers", [handler, *others])
+
+
+class _Records(logging.Handler):
+    """Collects records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_a_line_without_a_record_equals_the_line_of_a_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream, fields = _Writes(), {"ms": 1.5, "outcome": "stop"}
+    logger = logging.getLogger("x")
+    logger.setLevel(logging.INFO)
+    write_to(stream, monkeypatch)
+    with bound_request_id("req-1"):
+        with monkeypatch.context() as patch:
+            patch.setattr(logger, "log", None)  # it is not called
+            log_line(logger, logging.INFO, "100 %s", fields)
+            log_line(logger, logging.DEBUG, "not logged", fields)
+        logger.info("%s", "100 %s", extra={"fields": fields})
+    found = [json.loads(line) for line in stream.written]
+    times = [datetime.fromisoformat(line.pop("time")) for line in found]
+    assert found[0] == found[1]
+    assert list(found[0]) == list(found[1])
+    assert times == sorted(times)
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["root", "logger"])
+def test_other_handlers_get_a_record(monkeypatch: pytest.MonkeyPatch, is_own: bool) -> None:
+    stream, others, logger = _Writes(), _Records(), logging.getLogger("x")
+    write_to(stream, monkeypatch, *(() if is_own else (others,)))
+    monkeypatch.setattr(logger, "handlers", [others] if is_own else [])
+    log_line(logger, logging.WARNING, "100 %s", {"ms": 1.5})
+    (record,) = others.records
+    assert (record.getMessage(), record.levelname) == ("100 %s", "WARNING")
+    assert json.loads(stream.written[0])["ms"] == 1.5
