@@ -190,6 +190,7 @@ class FakePending:
     output: StepOutput | None = None
     sampled: bool = False
     masks: dict[int, np.ndarray] = field(default_factory=dict)
+    made: np.ndarray | None = None  # drafts of the model's own layer
 
     def is_computed(self) -> bool:
         return self.runner.computes_at_once
@@ -215,8 +216,9 @@ class FakePending:
             self.runner.run_oldest()
         return self.output
 
-    def drafts(self) -> None:
-        """Returns None, because the fake drafts nothing."""
+    def drafts(self) -> np.ndarray | None:
+        assert self.output is not None, "the host reads tokens first"
+        return self.made
 
 
 @dataclass

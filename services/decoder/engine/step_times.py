@@ -72,7 +72,8 @@ class StepTimes:
         """
         if not in_flight:
             self._busy_s += now - self._busy_since
-        # If the model drafted behind the step before, this one was launched later.
+        # If the model drafted behind the step before, this step was launched later, or, if the host
+        # did not wait for the drafts (`DraftReader`), its time includes the rest of the drafting.
         ms = (now - max(self._read_at, batch.launched_at)) * 1e3
         whole_ms, self._read_at = (now - self._read_at) * 1e3, now
         load = batch.load
