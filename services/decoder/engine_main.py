@@ -120,11 +120,9 @@ def _load_adapter(runner: ModelRunner | LeadingRunner, message: LoadAdapter) -> 
     """Loads an adapter between two steps, and answers."""
     try:
         runner.load_adapter(message.slot, message.directory)
-    except (AdapterError, torch.OutOfMemoryError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            runner.load_adapter(message.slot, "")
+    except AdapterError as error:
         log.warning("the adapter %s cannot be served: %s", message.directory, error)
-        return AdapterLoaded(str(error).partition("\n")[0] or "the adapter cannot be loaded")
+        return AdapterLoaded(str(error) or "the adapter cannot be loaded")
     return AdapterLoaded()
 
 

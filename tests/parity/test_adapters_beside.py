@@ -74,10 +74,45 @@ def test_two_ranks_give_the_answers_of_one(name: str, tmp_path: Path) -> None:
         adapted_oracle(base, place, number, **options)
     paths = [str(base.directory), *map(str, places)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.parity.adapter_ranks", *paths], capture_output=True,
-        text=True, check=False,
+        [sys.executable, "-m", "tests.parity.adapter_ranks", "answers", *paths],
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     alone = adapter_ranks.answers(adapter_ranks.created(base.directory, places), places)
     assert json.loads(done.stdout.splitlines()[-1]) == alone
     assert len({tuple(answer) for answer in alone}) == 4  # control
+
+
+# The adapters of the sequences that run while slots change.
+CHANGING = (
+    {"target_modules": PARTS},
+    {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    {"target_modules": ["lm_head", "o_proj"], "use_rslora": True},
+)
+
+
+@pytest.mark.timeout(400)
+def test_two_ranks_change_their_adapters_between_steps(tmp_path: Path) -> None:
+    """Each answer is that of its adapter alone, also if a load fails on one rank only, and if a
+    slot is filled while a step for its former adapter is in flight or staged.
+    """
+    base = make_text_oracle(CONFIGS["mistral-wide-heads"](), tmp_path / "model")
+    places = [tmp_path / f"adapter-{number}" for number in range(len(CHANGING))]
+    for number, (place, options) in enumerate(zip(places, CHANGING, strict=True)):
+        adapted_oracle(base, place, number, **options)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "tests.parity.adapter_ranks", "changes", str(base.directory),
+            *map(str, places),
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = adapter_ranks.Changed(*json.loads(done.stdout.splitlines()[-1]))
+    runner = adapter_ranks.created(base.directory, [], slots=len(places))
+    alone = adapter_ranks.each_alone(runner, places)
+    assert len({tuple(tokens) for tokens in alone.values()}) == len(alone)  # control
+    for adapter, prompt, tokens in found.answers:
+        assert tokens == alone[adapter, prompt], (adapter, prompt)
+    assert {adapter for adapter, _, _ in found.answers} == {-1, 0, 1, 2}
+    assert found.num_refused >= 4 and found.num_planned >= 1

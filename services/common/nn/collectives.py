@@ -194,7 +194,7 @@ class Ranks:
             dist.broadcast(values, 0)
 
     def exchange(self, value: Any, timeout_s: float | None = None) -> list[Any]:  # noqa: ANN401
-        """Exchanges a value between the ranks on the host, before the first step.
+        """Exchanges a value between the ranks on the host, at the start or with an adapter's load.
 
         Args:
             value: this rank's value, which must be representable in JSON.

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.adapters.factors import SlotFactors
-from services.common.adapter_config import TOWER
+from services.common.adapter_config import TOWER, AdapterConfig, AdapterError
+from services.common.model_spec import ModelSpecError
 from services.common.nn.adapter import Adapter, LowRank
 from services.common.nn.adapter_stack import AdapterRows, AdapterStack, refused
 from services.common.nn.collectives import Ranks, Share
@@ -78,6 +79,42 @@ class Adapters:
 
     def __post_init__(self) -> None:
         self._found = [_Slot() for _ in range(self.slots)]
+
+    def load_files(self, slot: int, directory: str) -> None:
+        """Reads an adapter, and loads it into a free slot. All ranks call this together.
+
+        A file may be gone, or a device's memory full, for one rank alone. So the ranks exchange
+        their errors, and afterwards either all of them have the adapter, or none.
+
+        Raises:
+            AdapterError: the adapter cannot be served. The slot is empty.
+            RuntimeError: other ranks wait within a sum, because this one's memory is full.
+        """
+        adapter, problem = None, ""
+        try:
+            adapter = Adapter.read(AdapterConfig.read(directory))
+        except ModelSpecError as error:
+            problem = str(error)
+        self._refuse_together(problem)
+        assert adapter is not None
+        try:
+            self.load(slot, adapter)
+        except AdapterError as error:
+            problem = str(error)
+        except torch.OutOfMemoryError as error:
+            problem = str(error).partition("\n")[0] or "the device's memory is full"
+            if self.ranks.count > 1 and adapter.config.uses_dora:
+                raise RuntimeError(f"{directory}: {problem}") from None
+        try:
+            self._refuse_together(problem)
+        except AdapterError:
+            self.unload(slot)
+            raise
+
+    def _refuse_together(self, problem: str) -> None:
+        """Raises an AdapterError on all ranks if there is a problem on any of them."""
+        if found := [each for each in self.ranks.exchange(problem) if each]:
+            raise AdapterError(found[0])
 
     @torch.inference_mode()
     def load(self, slot: int, adapter: Adapter) -> None:

@@ -49,7 +49,7 @@ class LeadingRunner:
         return self._runner.kernel_calls
 
     def load_adapter(self, slot: int, directory: str) -> None:
-        """Loads an adapter on all ranks, which refuse the same adapters for the same reasons."""
+        """Loads an adapter on all ranks, or on none, see `Adapters.load_files`."""
         body = _ADAPTER + json.dumps([slot, directory]).encode()
         self._processes.send(_LENGTH.pack(len(body)) + body)
         self._runner.load_adapter(slot, directory)
@@ -88,7 +88,7 @@ class Follower:
         if not record or len(record) < size:
             return False
         if record[:1] == _ADAPTER:
-            with suppress(AdapterError):  # rank 0 has the same error, and reports it
+            with suppress(AdapterError):  # rank 0 has the error, too, and reports it
                 self._computer.load_adapter(*json.loads(record[1:]))
             return True
         if record[:1] != _RUN_STAGED:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from kernels.rows import EnteredStep
 from kernels.tuning import MAX_CAPTURED_CHUNKS
-from services.common.adapter_config import AdapterConfig
-from services.common.nn.adapter import Adapter
 from services.common.nn.adapter_stack import AdapterRows
 from services.common.nn.collectives import ALONE, CAPTURE_S, Ranks
 from services.common.process.progress import log_progress
@@ -182,12 +180,12 @@ class StepComputer:
         """Loads an adapter into a slot, or empties the slot if `directory` is empty.
 
         Raises:
-            AdapterError: the adapter cannot be served. The slot is as before.
+            AdapterError: the adapter cannot be served. The slot is empty.
         """
         adapters = self.model.adapters
         assert adapters is not None
         if directory:
-            adapters.load(slot, Adapter.read(AdapterConfig.read(directory)))
+            adapters.load_files(slot, directory)
         else:
             adapters.unload(slot)
 
