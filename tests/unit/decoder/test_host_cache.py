@@ -1,10 +1,15 @@
 """Copies of blocks to the host and back, on a CPU, and what a GPU's streams are given."""
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from services.decoder.engine.run.host_cache import HostPool
+from services.decoder.engine.schedule.host_slots import HostSlots
+from tests.decoder_harness import Harness, write_checkpoint, write_hybrid
 
 
 class Streams:
@@ -44,3 +49,28 @@ def test_ids_are_contiguous_so_that_their_upload_makes_no_one_wait() -> None:
         assert blocks.tolist() == [2, 7, 1] and slots.tolist() == [5, 0, 3]
         assert blocks.is_contiguous() and slots.is_contiguous()
     assert len(streams.found) == 2
+
+
+@pytest.mark.parametrize("write", [write_checkpoint, write_hybrid])
+def test_the_start_says_if_blocks_are_copied_only_when_they_leave(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, write
+) -> None:
+    """And how much memory copies them ahead of time."""
+    directory = write(tmp_path / "model")
+    sizes = {"kv_cache_bytes": 40 << 20, "checkpoint_bytes": 1 << 20}
+    found: list[tuple[bool, str]] = []
+    more = 0.0
+    for memory in (0, 10 << 20, None):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            info = Harness(
+                directory, kv_host_bytes=int(more) if memory is None else memory, **sizes
+            ).runner.info
+        lines = [line for line in caplog.messages if "DECODER_KV_HOST_BYTES" in line]
+        offers = HostSlots(info.num_host_blocks, info.num_blocks)._takes_offers
+        found.append((offers, "".join(lines)))
+        if lines:
+            more = 1e9 * (float(lines[0].split()[-2]) + 0.05)
+    assert [offers for offers, _ in found] == [False, False, True]
+    assert not found[0][1] and not found[2][1]
+    assert "ahead of time" in found[1][1]

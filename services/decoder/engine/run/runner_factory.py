@@ -505,6 +505,15 @@ def _log_ready(
         "seconds": round(seconds, 2),
     }
     logger.info("runner is ready", extra={"fields": fields})
+    if 0 < info.num_host_blocks <= info.num_blocks:  # see `HostSlots`
+        share = 4 / 3 if info.num_host_states else 1  # the rest of the memory is for states
+        logger.info(
+            "DECODER_KV_HOST_BYTES holds %d blocks and the KV cache %d, so a block is copied when "
+            "it leaves the cache and not ahead of time, which takes more than %.1f GB",
+            info.num_host_blocks,
+            info.num_blocks,
+            (info.num_blocks + 1) * shape.block_bytes * share / 1e9,
+        )
 
 
 def _run_largest_step(runner: ModelRunner) -> int:
