@@ -157,6 +157,20 @@ def test_lanes_take_workers_of_finished_videos_before_one_is_started(held: Held)
         pool.close()
 
 
+def test_a_video_whose_frames_are_wanted_again_keeps_its_worker(held: Held) -> None:
+    """Another thread may take the video's next frames before `finish` is called."""
+    pool = ClipPool(2, memory_bytes=4 << 30)
+    try:
+        wanted = held.put(make(frames=20))
+        with pool.frames(wanted, SIZE, (0, 0)):
+            pool.finish(wanted.name)
+        assert not any(slot.is_finished for slot in pool._slots)
+        pool.finish(wanted.name)
+        assert [slot.is_finished for slot in pool._slots if slot.name] == [True]
+    finally:
+        pool.close()
+
+
 class Interpreter:
     """A Python interpreter that a test can disable, so that no process is started with it."""
 

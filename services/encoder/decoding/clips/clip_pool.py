@@ -198,15 +198,16 @@ class ClipPool:
 
     def finish(self, name: str) -> None:
         """Notes that no further frames of a video are wanted at present. Its workers have the video
-        open until they take another video.
+        open until they take another video. A worker that decodes frames of the video keeps it,
+        because further frames were wanted meanwhile.
 
         Args:
             name: name of the video's file.
         """
         with self._changed:
             for slot in self._slots:
-                if name in (slot.name, slot.name.rpartition("/")[0]):
-                    slot.is_finished = True
+                is_of_video = name in (slot.name, slot.name.rpartition("/")[0])
+                slot.is_finished |= is_of_video and not slot.is_busy
 
     def close(self) -> None:
         """Ends the processes. No video may be being decoded."""
