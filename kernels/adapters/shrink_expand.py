@@ -317,8 +317,14 @@ def _expand_kernel(
 ):
     """Computes a tile of rows of one module, or of gate and up, for a tile of tokens.
 
-    The columns of `b`, `[N, slots * rank]`, are those of all slots. A token's products stand at the
-    columns of its own slot, and elsewhere are zeros.
+    A layer has M modules of `size0` to `size3` rows, N in all, and a step has T tokens. `base` is
+    `[T, N]`, or partials `[BASE_SPLITS, T, N]`, and `products` are `[SPLITS, T, M, RANK]`. `slots`
+    is `[T]`, -1 for a token without an adapter. `factor` is `[slots, N]` and `bias` `[N]`. `out` is
+    `[T, N]`. With SwiGLU, gate and up are the two modules, and `out` is `[T, size0]`.
+
+    The columns of `b`, `[N, slots * RANK]`, are those of all slots, and the kernel reads those of
+    `first_slot` up to `last_slot`. A token's products stand at the columns of its own slot, and
+    elsewhere are zeros. ALONE says that all of these columns are one chunk.
     """
     num_rows = size0 + size1 + size2 + size3
     tile = tl.program_id(0)

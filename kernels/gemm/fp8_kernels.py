@@ -335,6 +335,13 @@ def _gemv_kernel(
     PACKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiplies ROWS rows of the weight by the token, in NUM_TILES tiles of TILE columns.
+
+    `x` and `norm` are `[WIDTH]`, and `out` is `[num_rows]`. `weight` is `[N, WIDTH]`, e4m3 or, if
+    PACKED, its bytes, and `bias` is `[N]`. N is `num_rows`, or twice as many with SWIGLU: the rows
+    of gate, and then those of up. `scale` is `[N / BLOCK_ROWS, SCALE_COLUMNS]` with a scale for 128
+    columns, or `[N]` if BLOCK_ROWS is 1. ADD adds the result to `out`.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, TILE)
     # The scales of a tile start here. All rows of a CTA share a row of scales of blocks.
