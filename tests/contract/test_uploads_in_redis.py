@@ -12,6 +12,7 @@ from services.common.embeddings.embedding_cache import RedisCache
 from services.common.errors import NotFound
 from services.encoder.front.uploaded_files import UploadedFiles
 from services.gateway.redis_entry_store import RedisEntryStore
+from tests.cases import first
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer
 
@@ -62,8 +63,14 @@ async def upload(files: UploadedFiles, tenant: str, first: int, count: int, size
     await asyncio.gather(*(some() for _ in range(4)))
 
 
-@pytest.mark.parametrize(("num_tenants", "our_size"), [(1, 3 * MIB // 4), (4, MIB // 4)])
-@pytest.mark.parametrize("size", [8 * MIB, 2 * MIB - 8, MIB, 40_000])
+# Number of tenants, the size of the files of B, and that of the others'. `make test` has each.
+TENANTS, SIZES = ((1, 3 * MIB // 4), (4, MIB // 4)), (8 * MIB, 2 * MIB - 8, MIB, 40_000)
+UPLOADS = [(*TENANTS[number % 2], size) for number, size in enumerate(SIZES)]
+UPLOADS += [(*TENANTS[1 - number % 2], size) for number, size in enumerate(SIZES)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("num_tenants", "our_size", "size"), first(4, UPLOADS))
 async def test_a_tenants_uploads_push_out_nothing_of_another(
     server: RedisServer, size: int, num_tenants: int, our_size: int
 ) -> None:

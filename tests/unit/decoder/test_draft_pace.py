@@ -1,9 +1,11 @@
 """The drafts of the model's own layer, on a simulated device that has the times of an H200."""
 
+from functools import cache
+
 import pytest
 
 from services.decoder.engine.schedule.draft_pace import DraftPace
-from tests.timed_device import HEAD_MS, LAUNCH_MS, NUM_DRAFTS, simulate, step_ms
+from tests.timed_device import HEAD_MS, LAUNCH_MS, NUM_DRAFTS, Timed, simulate, step_ms
 
 # With three drafts, an accepted length of 3.2 tokens.
 RIGHT = 0.866
@@ -20,10 +22,16 @@ class Constant(DraftPace):
         return self._drafts
 
 
+@cache
+def without_drafts(count: int, num_prompt: int = 16) -> Timed:
+    """Returns what several tests compare with."""
+    return simulate(count, num_prompt=num_prompt)
+
+
 @pytest.mark.parametrize(("count", "least"), [(1, 2.5), (4, 2.3), (16, 2.2)])
 @pytest.mark.parametrize("num_prompt", [16, 250])
 def test_nearly_every_step_verifies_right_drafts(count: int, least: float, num_prompt: int) -> None:
-    plain = simulate(count, num_prompt=num_prompt)
+    plain = without_drafts(count, num_prompt)
     found = simulate(count, (RIGHT,), num_prompt=num_prompt)
     assert plain.ms / found.ms > least
     with_drafts = [drafts for drafts in found.drafted if drafts]
@@ -35,14 +43,14 @@ def test_nearly_every_step_verifies_right_drafts(count: int, least: float, num_p
 
 @pytest.mark.parametrize("count", [1, 4, 16, 30, 40])
 def test_wrong_drafts_cost_at_most_a_fiftieth(count: int) -> None:
-    plain, found = simulate(count), simulate(count, (0.0,))
+    plain, found = without_drafts(count), simulate(count, (0.0,))
     assert plain.ms / found.ms > 0.98
     assert 0 < found.num_head_steps < 12
 
 
 def test_a_pace_that_never_changes_loses() -> None:
     """A control of both tests above."""
-    plain = simulate(16).ms
+    plain = without_drafts(16).ms
     assert plain / simulate(16, (0.0,), pace=Constant(True)).ms < 0.92
     assert plain / simulate(16, (RIGHT,), pace=Constant(False)).ms < 1.01
 
@@ -58,11 +66,12 @@ def test_the_device_does_not_wait_for_the_host_between_steps_with_drafts(count: 
 
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.4, 0.5])
 def test_drafts_that_hardly_pay_lose_little(share: float) -> None:
-    assert simulate(16, num_prompt=250).ms / simulate(16, (share,), num_prompt=250).ms > 0.95
+    plain = without_drafts(16, 250)
+    assert plain.ms / simulate(16, (share,), num_prompt=250).ms > 0.95
 
 
 def test_sequences_with_wrong_drafts_leave_the_others_theirs() -> None:
-    plain, found = simulate(16), simulate(16, (RIGHT, 0.0))
+    plain, found = without_drafts(16), simulate(16, (RIGHT, 0.0))
     assert plain.ms / found.ms > 1.3
     both = sum(found.drafted[:50]) / 50
     assert both < 0.6 * NUM_DRAFTS * 16, "sequences with wrong drafts verify as many as others"

@@ -8,6 +8,7 @@ which drops the rule and has to change an answer.
 
 import random
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,7 @@ from services.decoder.engine.schedule.chunk import Accepted, Chunk
 from services.decoder.engine.schedule.lookup import Lookups
 from services.decoder.engine.schedule.sequence import Sequence
 from services.decoder.engine.step import StepOutput
-from tests.cases import cases
+from tests.cases import cases, first
 from tests.decoder_harness import Harness, write_checkpoint
 from tests.engine_harness import Untimed, small_pieces
 from tests.integrity import check_engine
@@ -232,9 +233,17 @@ def test_the_requests_differ(bench: Bench) -> None:
     assert logprobs[NAMES.index("logprobs")]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("max_drafts", [1, 3, 8])
+# Number of drafts, share of right ones, steps that overlap: the first six have each number and each
+# share with and without overlap.
+DRAFTS = [(8, 1.0, False), (8, 0.0, True), (3, 0.0, False), (3, 0.7, True), (1, 0.7, False)]
+DRAFTS += [(1, 1.0, True)]
+DRAFTS += [
+    each for each in product((1, 3, 8), (0.0, 0.7, 1.0), (False, True)) if each not in DRAFTS
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("max_drafts", "share", "overlap"), first(6, DRAFTS))
 def test_answers_are_equal_with_drafts(
     bench: Bench, max_drafts: int, share: float, overlap: bool
 ) -> None:
@@ -253,6 +262,7 @@ def test_answers_are_equal_with_drafts(
         assert 0.2 < stats.drafts.num_accepted / stats.drafts.num_drafts < 0.95
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(cases(3, 40)))
 def test_any_mixture_has_the_answers_of_each_request_alone(bench: Bench, seed: int) -> None:
     """Requests of all kinds in any number, order and at any step, among them several choices of a

@@ -23,6 +23,7 @@ FILES = {
     "README.md": b"---\npipeline_tag: text-ranking\n---\n", "1_Pooling/config.json": b'{"a": 1}',
     "2_Dense/model.safetensors": b"no",
 }  # fmt: skip
+SUMS = {name: hashlib.sha1(body).hexdigest() for name, body in FILES.items()}
 CODE = """
 import sys
 from pathlib import Path
@@ -62,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply(json.dumps({"id": "org/tiny", "sha": sha}).encode())
         if "/tree/" in path:
             tree = [
-                {"type": "file", "path": n, "size": len(b), "oid": hashlib.sha1(b).hexdigest()}
+                {"type": "file", "path": n, "size": len(b), "oid": SUMS[n]}
                 for n, b in FILES.items()
             ]
             return self.reply(json.dumps(tree).encode())
@@ -70,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in FILES:  # what the client asks besides the model
             return self.reply(b"{}", 404)
         body = FILES[name]
-        more = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": sha}
+        more = {"ETag": f'"{SUMS[name]}"', "X-Repo-Commit": sha}
         wanted = self.headers.get("Range")
         if self.command == "GET":
             hub.gets.append((name, wanted))
