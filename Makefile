@@ -85,7 +85,7 @@ bench: $(DEV) ## measure a running server: make bench ARGS="--url URL --rows tex
 .PHONY: test
 # Programs are installed beside packages; what needs no stack begins when the packages are there.
 test: | $(BIN)/python ## everything that must hold
-	@$(ALONGSIDE) system-test test-light type lint proto-check site
+	@$(ALONGSIDE) system-test test-light collect type lint proto-check site
 	@$(MAKE) --no-print-directory e2e
 	@$(MAKE) --no-print-directory unit ARGS="$$($(BIN)/python scripts/check_without_torch.py --ran)"
 
@@ -110,6 +110,15 @@ unit: $(DEV) ## all tests that start no stack
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist worksteal \
 		--ignore=tests/e2e --ignore=tests/cluster --ignore=tests/gpu \
 		-m "not gpu and not e2e and not nightly" $(ARGS)
+
+.PHONY: collect
+# Modules are compiled and assertions rewritten here, instead of in each process of the tests.
+collect: $(DEV) ## import all tests that `make test` runs
+	$(call say,collecting the tests)
+	@mkdir -p build
+	@$(BIN)/python -m pytest -p no:cacheprovider --collect-only -q --ignore=tests/cluster \
+		--ignore=tests/gpu > build/collected.txt || { tail -40 build/collected.txt; exit 1; }
+	@tail -1 build/collected.txt
 
 .PHONY: e2e
 # These, too: tests/e2e/conftest.py says which files share a process.
