@@ -160,14 +160,17 @@ async def test_calls_to_a_busy_server_wait_until_their_own_deadlines(
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             await channel.channel_ready()
-            call = channel.unary_unary("/s/m")
-            calls = [asyncio.ensure_future(_answer(call(b"x"))) for _ in range(10)]
-            await asyncio.sleep(0)  # they are sent
-            time.sleep(2.0)  # noqa: ASYNC251 (nobody takes them from the server)
-            answers = await asyncio.gather(*calls, return_exceptions=True)
+            call, failures = channel.unary_unary("/s/m"), list[grpc.aio.AioRpcError]()
+            for busy_s in (2.0, 4.0, 8.0):  # longer if the calls arrive late
+                calls = [asyncio.ensure_future(_answer(call(b"x"))) for _ in range(10)]
+                await asyncio.sleep(0)  # they are sent
+                time.sleep(busy_s)  # noqa: ASYNC251 (nobody takes them from the server)
+                answers = await asyncio.gather(*calls, return_exceptions=True)
+                failures += [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
+                if failures:
+                    break
     finally:
         await server.stop(None)
-    failures = [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
     assert failures
     assert {failure.code() for failure in failures} == {grpc.StatusCode.CANCELLED}
 
