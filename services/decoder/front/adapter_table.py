@@ -229,7 +229,9 @@ class AdapterTable:
             self._empty(adapter.slot)
 
     def _empty(self, slot: int) -> None:
-        self._ask(LoadAdapter(slot, ""))
+        emptied = self._ask(LoadAdapter(slot, ""))
+        # Nobody waits for the answer, so that asyncio would log an error that `close` sets.
+        emptied.add_done_callback(lambda answer: answer.exception())
         # The engine empties the slot before it handles any later message.
         self._free.append(slot)
 

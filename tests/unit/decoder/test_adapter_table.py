@@ -1,12 +1,13 @@
 """The decoder's table of adapters: names, slots, and sequences that outlive an unloading."""
 
 import asyncio
+import gc
 import json
 from pathlib import Path
 
 import pytest
 
-from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
+from services.common.errors import EngineLost, InvalidRequest, ModelNotFound, Unavailable
 from services.decoder.engine.messages import AdapterLoaded, LoadAdapter
 from services.decoder.front.adapter_table import AdapterTable, named_digest, salted
 
@@ -158,3 +159,15 @@ async def test_a_call_that_is_given_up_leaves_the_slot_free(tmp_path):
     assert not table.described()
     await loaded(table, engine, "two", path)
     assert [each.name for each in table.described()] == ["two"]
+
+
+async def test_an_engine_that_ends_before_it_has_emptied_a_slot_is_no_error_of_its_own(tmp_path):
+    problems: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
+    table = AdapterTable({"one": write(tmp_path / "a")}, 1, Engine())  # type: ignore[arg-type]
+    await table.unload("one")
+    table.close(EngineLost("the engine has ended"))
+    await asyncio.sleep(0)
+    del table
+    gc.collect()
+    assert not problems
