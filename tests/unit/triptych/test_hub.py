@@ -158,6 +158,7 @@ def test_offline_without_a_cache_is_a_line(hub: _Hub, tmp_path: Path) -> None:
 
 
 def test_a_hub_that_is_not_reached_is_named(hub: _Hub, tmp_path: Path) -> None:
+    hub.shutdown()  # its thread may begin only now
     hub.server_close()
     host = f"127.0.0.1:{hub.server_address[1]}"
     line = resolve(hub, tmp_path)
