@@ -60,8 +60,8 @@ async def _stream(context: RequestContext, completion: Completion) -> None:
         # The answer begins with the text of that message.
         if echoed := request.echoed:
             chunks.append(writer.update(Update(choice, [Text(echoed)], None, None), usage))
-    take_tokens = None if usage_in_chunks else DirectTokens(completion, exchange, writer.text).take
-    async with aclosing(service.answer(completion, take_tokens=take_tokens)) as answer:
+    sink = None if usage_in_chunks else DirectTokens(completion, exchange, writer)
+    async with aclosing(service.answer(completion, sink=sink)) as answer:
         async for updates in answer:
             usage = completion.usage() if usage_in_chunks else None
             chunks += [writer.update(update, usage) for update in updates]

@@ -6,27 +6,37 @@ the token. If the answer is plain text and the client reads fast enough, there i
 task to do, so `Attempts` gives the tokens to `DirectTokens` in place of the task.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from services.gateway.http.exchange import Exchange
 from services.gateway.request.completion import Completion
 
 
+class TextWriter(Protocol):
+    """Encodes the text of a streamed answer."""
+
+    def text(self, choice: int, text: str) -> bytes:
+        """Returns the encoded events of a piece of text that does not end the choice. Empty if
+        nothing is to be sent.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DirectTokens:
-    """Sends the text of tokens without waiting.
+    """Sends the text of tokens without waiting. It is a `TokenSink`.
 
     Attributes:
         completion: completion that is streamed.
         exchange: the HTTP request and its response.
-        encode: function that returns the encoded event of a choice's text. Its arguments are the
-            choice's index and the text, which does not end the choice.
+        writer: encoder of the answer's text.
     """
 
     completion: Completion
     exchange: Exchange
-    encode: Callable[[int, str], bytes]
+    writer: TextWriter
 
     def take(self, choice: int, token_ids: Sequence[int]) -> bool:
         """Sends the text of tokens in the middle of a choice.
@@ -39,6 +49,6 @@ class DirectTokens:
         if not (found.is_plain and exchange.can_write_now()):
             return False
         text = found.feed_plain(token_ids)
-        if text and (data := self.encode(choice, text)):
+        if text and (data := self.writer.text(choice, text)):
             exchange.write_now(data)
         return True

@@ -81,8 +81,10 @@ class Admitted:
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        await self._slot.__aexit__()
-        self._free()
+        try:
+            await self._slot.__aexit__()
+        finally:
+            self._free()
 
     async def _read_body(self, memory: RequestMemory) -> Body:
         limits = self._admission.body_limits

@@ -83,9 +83,8 @@ async def messages(context: RequestContext, body: Body) -> None:
         await context.exchange.write_json(answer)
         return
     context.writer = writer = MessageWriter(answer, completion)
-    take_tokens = DirectTokens(completion, context.exchange, writer.text).take
-    answering = context.service.answer(completion, take_tokens=take_tokens)
-    await writer.stream(answering, context.exchange)
+    sink = DirectTokens(completion, context.exchange, writer)
+    await writer.stream(context.service.answer(completion, sink=sink), context.exchange)
     await context.exchange.write(writer.encode(writer.finish()), last=True)
 
 

@@ -116,29 +116,15 @@ def _echoed(
 
 async def _stream(context: RequestContext, writer: "_Writer") -> None:
     completions, one_at_a_time = context.completions, asyncio.Lock()
-    include_usage, continuous = writer.request.stream_usage
-
-    def encode(completion: Completion, index: int, updates: Sequence[Update]) -> bytes:
-        chunks = [
-            writer.answer([choice])
-            for update in updates
-            if (choice := writer.choice(completion, index, [update])) is not None
-        ]
-        if include_usage:
-            for chunk in chunks:
-                chunk.usage = writer.usage(completions) if continuous else None
-        return b"".join(map(_event, chunks))
+    include_usage, _ = writer.request.stream_usage
 
     async def stream(place: tuple[int, Completion]) -> None:
         index, completion = place
-
-        def encode_text(choice: int, text: str) -> bytes:
-            return encode(completion, index, [Update(choice, [Text(text)], None, None)])
-
-        take_tokens = DirectTokens(completion, context.exchange, encode_text).take
-        async with aclosing(context.service.answer(completion, take_tokens=take_tokens)) as answer:
+        chunks = _ChunkWriter(writer, completions, index)
+        sink = DirectTokens(completion, context.exchange, chunks)
+        async with aclosing(context.service.answer(completion, sink=sink)) as answer:
             async for updates in answer:
-                if data := encode(completion, index, updates):
+                if data := chunks.updates(updates):
                     async with one_at_a_time:
                         await context.exchange.write(data)
 
@@ -165,6 +151,39 @@ async def _write_whole(context: RequestContext, writer: "_Writer") -> None:
         choice.fill()
     answer.usage = writer.usage(context.completions)
     await context.exchange.write_json(answer)
+
+
+class _ChunkWriter:
+    """Encodes the streamed answers to one of the request's prompts.
+
+    Args:
+        writer: the request's writer.
+        completions: completions of all prompts of the request.
+        prompt: index of the prompt.
+    """
+
+    def __init__(self, writer: "_Writer", completions: Sequence[Completion], prompt: int) -> None:
+        self._writer = writer
+        self._completions = completions
+        self._prompt = prompt
+        self._include_usage, self._is_continuous = writer.request.stream_usage
+
+    def updates(self, updates: Sequence[Update]) -> bytes:
+        """Returns the events of updates. Empty if they add nothing to the answer."""
+        writer, completions, prompt = self._writer, self._completions, self._prompt
+        chunks = [
+            writer.answer([choice])
+            for update in updates
+            if (choice := writer.choice(completions[prompt], prompt, [update])) is not None
+        ]
+        if self._include_usage:
+            for chunk in chunks:
+                chunk.usage = writer.usage(completions) if self._is_continuous else None
+        return b"".join(map(_event, chunks))
+
+    def text(self, choice: int, text: str) -> bytes:
+        """Returns the event of a piece of text in the middle of a choice."""
+        return self.updates([Update(choice, [Text(text)], None, None)])
 
 
 class _Writer:

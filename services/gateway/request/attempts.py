@@ -14,7 +14,7 @@ the request at once.
 import logging
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 
 from blake3 import blake3
 
@@ -38,6 +38,7 @@ from services.gateway.request.encode_calls import OUTCOME_TIMEOUT_S, EncodeCalls
 from services.gateway.request.losses import Losses, RetryableFailure
 from services.gateway.request.mailbox import Mailbox, Message
 from services.gateway.request.sampling import choice_seed
+from services.gateway.request.token_sink import TokenSink
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +69,8 @@ class Attempts:
         encode_timeout_s: timeout in seconds of one encode call.
         outcome_timeout_s: longest time in seconds to wait until the encode calls to a lost encoder
             have ended.
-        take_tokens: function that takes tokens in the middle of a choice in place of `events`, and
-            returns False if it cannot. None if `events` yields all tokens.
+        sink: object that may take tokens in the middle of a choice. None if `events` yields all
+            tokens.
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class Attempts:
         metrics: GatewayMetrics,
         encode_timeout_s: float,
         outcome_timeout_s: float = OUTCOME_TIMEOUT_S,
-        take_tokens: Callable[[int, Sequence[int]], bool] | None = None,
+        sink: TokenSink | None = None,
     ) -> None:
         self._request = request
-        self._take_tokens = take_tokens
+        self._sink = sink
         self._has_tokens = False  # becomes True when the running attempt has yielded tokens
         self._decoders = decoders
         self._metrics = metrics
@@ -198,13 +199,13 @@ class Attempts:
         return len(self._generated[choice])
 
     def receive(self, event: TokenEvent) -> None:
-        """Passes an event of a sequence to `take_tokens`, or adds it to the mailbox.
+        """Passes the tokens of an event to the sink, or adds the event to the mailbox.
 
         If the client reads too slowly, events pile up in the mailbox. Above `MAX_WAITING_BYTES`, or
         if the gateway has no memory left for them, the request ends with `Overloaded`.
         """
         mailbox = self._mailbox
-        if self._take_tokens is not None and self._has_tokens and self._is_taken(event):
+        if self._sink is not None and self._has_tokens and self._is_taken(event):
             return
         mailbox.put(event, event.num_bytes)
         if isinstance(event.error, ProcessLost):
@@ -228,7 +229,7 @@ class Attempts:
                     self._decoder.cancel(sequence_id)
 
     def _is_taken(self, event: TokenEvent) -> bool:
-        """Passes tokens to `take_tokens` if `events` waits for them and has nothing else to do with
+        """Passes tokens to the sink if `events` waits for them and has nothing else to do with
         them. If the attempt may have to move to another decoder, all tokens are yielded.
 
         Returns:
@@ -236,9 +237,9 @@ class Attempts:
         """
         if self._decoder_drains or not (self._mailbox.is_awaited and event.is_bare):
             return False
-        assert self._take_tokens is not None
+        assert self._sink is not None
         try:
-            if not self._take_tokens(event.choice, event.token_ids):
+            if not self._sink.take(event.choice, event.token_ids):
                 return False
         except Exception:
             # The client of the decoder calls this for all requests, so this request alone fails.
@@ -364,7 +365,7 @@ class Attempts:
         for message in messages:
             if not isinstance(message, TokenEvent):
                 # `Overloaded` means that the client reads too slowly: an overloaded pod would be a
-                # `RetryableFailure`. `InternalError` is a fault of `take_tokens`. All other
+                # `RetryableFailure`. `InternalError` is a fault of the sink. All other
                 # failures are failed encode calls. They do not matter once the decoder has sent a
                 # token: it then has the embeddings of all images, also of the image whose call
                 # failed, because it found that embedding in its own memory or in Redis. Logprobs

@@ -6,7 +6,7 @@ encoder and a decoder, and yields `Update`s: new text, tokens or tool calls of o
 handlers in `endpoints/` call both methods and speak HTTP. Both methods raise `TriptychError`s.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -31,6 +31,7 @@ from services.gateway.request.bounded_thinking import BoundedThinking
 from services.gateway.request.completion import Completion
 from services.gateway.request.drafts import DraftReader
 from services.gateway.request.sampling import SamplingReader
+from services.gateway.request.token_sink import TokenSink
 from services.gateway.tenancy.slot import Slot
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
@@ -148,14 +149,14 @@ class ChatService:
         completion: Completion,
         *,
         holds_updates: bool = False,
-        take_tokens: Callable[[int, Sequence[int]], bool] | None = None,
+        sink: TokenSink | None = None,
     ) -> AsyncGenerator[list[Update]]:
         """Runs a prepared request, and yields updates until every choice has a finish reason.
 
         Args:
             holds_updates: True if the caller holds all updates, or their text, until the answer is
                 complete. Their bytes then count towards the memory of the request.
-            take_tokens: function that takes tokens for which no update is yielded, see `Attempts`.
+            sink: object that takes tokens for which no update is yielded, see `Attempts`.
 
         Raises:
             TriptychError: the request failed.
@@ -163,7 +164,7 @@ class ChatService:
         timings, has_started = completion.timings, False
         attempts = Attempts(
             completion, self.encoders, self.decoders, self.metrics, self.encode_timeout_s,
-            take_tokens=take_tokens,
+            sink=sink,
         )  # fmt: skip
         async with aclosing(self._events(completion, attempts)) as batches:
             async for events in batches:

@@ -125,8 +125,10 @@ class Admission:
 
     def release_slot(self, slot: Slot) -> None:
         """Returns a slot, and what its request has taken of the tenant's limits."""
-        slot.usage.end()
-        self._release(slot.tenant)
+        try:
+            slot.usage.end()
+        finally:
+            self._release(slot.tenant)
 
     def _release(self, tenant: Tenant) -> None:
         self._running.release(tenant.name, 1)

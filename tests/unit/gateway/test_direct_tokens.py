@@ -60,10 +60,10 @@ class Answer:
             deadline=1e12, timings=Timings(), encode_sources=[],
         )  # fmt: skip
         pools: Any = SimpleNamespace(choose=lambda *_: self.decoder)
-        self.attempts = Attempts(completion, pools, pools, METRICS, 60.0, take_tokens=self._take)
+        self.attempts = Attempts(completion, pools, pools, METRICS, 60.0, sink=self)
         self.task = asyncio.create_task(self._run())
 
-    def _take(self, choice: int, token_ids: Sequence[int]) -> bool:
+    def take(self, choice: int, token_ids: Sequence[int]) -> bool:
         assert choice == 0
         if self.may_take:
             self.direct += token_ids
@@ -201,10 +201,15 @@ class Connection:
         self.write_now = self.written.append
 
 
+class Writer:
+    def text(self, choice: int, text: str) -> bytes:
+        return b"%d%b" % (choice, text.encode())
+
+
 def direct(choice: Choice, connection: Connection) -> DirectTokens:
     completion: Any = SimpleNamespace(choices=[choice])
     exchange: Any = connection
-    return DirectTokens(completion, exchange, lambda index, text: b"%d%b" % (index, text.encode()))
+    return DirectTokens(completion, exchange, Writer())
 
 
 def test_the_text_of_a_token_is_written() -> None:
