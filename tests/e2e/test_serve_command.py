@@ -30,8 +30,7 @@ _ENDLESS = {"stream": True, "ignore_eos": True, "max_tokens": 8000}
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A hub that has the demonstration model as `org/tiny`."""
     files = {path.name: path.read_bytes() for path in DEMONSTRATION_MODEL.iterdir()}
-    monkeypatch.setattr(test_hub, "FILES", files)
-    hub = test_hub._Hub()
+    hub = test_hub._Hub(files)
     threading.Thread(target=hub.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_address[1]}")

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -23,7 +24,6 @@ FILES = {
     "README.md": b"---\npipeline_tag: text-ranking\n---\n", "1_Pooling/config.json": b'{"a": 1}',
     "2_Dense/model.safetensors": b"no",
 }  # fmt: skip
-SUMS = {name: hashlib.sha1(body).hexdigest() for name, body in FILES.items()}
 CODE = """
 import sys
 from pathlib import Path
@@ -36,9 +36,15 @@ except StackError as error:
 """
 
 
+@cache  # A hub says the sums of its files in each answer.
+def _sum(body: bytes) -> str:
+    return hashlib.sha1(body).hexdigest()
+
+
 class _Hub(ThreadingHTTPServer):
-    def __init__(self) -> None:
+    def __init__(self, files: Mapping[str, bytes] = FILES) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.files = files
         self.gets: list[tuple[str, str | None]] = []
         self.num_cuts = 0  # further transfers of large files that break off halfway
         self.token: str | None = None
@@ -63,15 +69,15 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply(json.dumps({"id": "org/tiny", "sha": sha}).encode())
         if "/tree/" in path:
             tree = [
-                {"type": "file", "path": n, "size": len(b), "oid": SUMS[n]}
-                for n, b in FILES.items()
+                {"type": "file", "path": n, "size": len(b), "oid": _sum(b)}
+                for n, b in hub.files.items()
             ]
             return self.reply(json.dumps(tree).encode())
         sha, _, name = path.partition("/resolve/")[2].partition("/")
-        if name not in FILES:  # what the client asks besides the model
+        if name not in hub.files:  # what the client asks besides the model
             return self.reply(b"{}", 404)
-        body = FILES[name]
-        more = {"ETag": f'"{SUMS[name]}"', "X-Repo-Commit": sha}
+        body = hub.files[name]
+        more = {"ETag": f'"{_sum(body)}"', "X-Repo-Commit": sha}
         wanted = self.headers.get("Range")
         if self.command == "GET":
             hub.gets.append((name, wanted))
