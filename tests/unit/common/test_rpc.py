@@ -3,6 +3,8 @@
 import asyncio
 import struct
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
@@ -116,8 +118,9 @@ async def test_pings_that_arrive_together_end_no_connection() -> None:
         await server.stop(None)
 
 
-async def test_a_burst_of_calls_to_a_busy_server_is_answered() -> None:
-    """The units of 60 clips at once; gRPC would cancel some above 1,000, by lot."""
+@asynccontextmanager
+async def _echo() -> "AsyncGenerator[grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]]":
+    """Starts a server of `create_server` that answers with what it gets, and yields its method."""
 
     async def serve(message: bytes, _: grpc.aio.ServicerContext) -> bytes:
         return message
@@ -130,13 +133,18 @@ async def test_a_burst_of_calls_to_a_busy_server_is_answered() -> None:
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             await channel.channel_ready()
-            call = channel.unary_unary("/s/m")
-            calls = [asyncio.ensure_future(_answer(call(b"%d" % n))) for n in range(3600)]
-            await asyncio.sleep(0)  # they are sent
-            time.sleep(0.5)  # noqa: ASYNC251 (the server's loop is busy while they arrive)
-            assert await asyncio.gather(*calls) == [b"%d" % n for n in range(3600)]
+            yield channel.unary_unary("/s/m")
     finally:
         await server.stop(None)
+
+
+async def test_a_burst_of_calls_to_a_busy_server_is_answered() -> None:
+    """The units of 60 clips at once; gRPC would cancel some above 1,000, by lot."""
+    async with _echo() as call:
+        calls = [asyncio.ensure_future(_answer(call(b"%d" % n))) for n in range(3600)]
+        await asyncio.sleep(0)  # they are sent
+        time.sleep(0.5)  # noqa: ASYNC251 (the server's loop is busy while they arrive)
+        assert await asyncio.gather(*calls) == [b"%d" % n for n in range(3600)]
 
 
 async def test_calls_to_a_busy_server_wait_until_their_own_deadlines(
@@ -148,29 +156,16 @@ async def test_calls_to_a_busy_server_wait_until_their_own_deadlines(
     assert options[name] >= 3600
     # With a second in place of the hour, calls do end: the option is the one that decides.
     monkeypatch.setattr(rpc, "_SERVER_OPTIONS", tuple((options | {name: 1}).items()))
-
-    async def serve(message: bytes, _: grpc.aio.ServicerContext) -> bytes:
-        return message
-
-    handler = grpc.unary_unary_rpc_method_handler(serve)
-    server = create_server()
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("s", {"m": handler})])
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            await channel.channel_ready()
-            call, failures = channel.unary_unary("/s/m"), list[grpc.aio.AioRpcError]()
-            for busy_s in (2.0, 4.0, 8.0):  # longer if the calls arrive late
-                calls = [asyncio.ensure_future(_answer(call(b"x"))) for _ in range(10)]
-                await asyncio.sleep(0)  # they are sent
-                time.sleep(busy_s)  # noqa: ASYNC251 (nobody takes them from the server)
-                answers = await asyncio.gather(*calls, return_exceptions=True)
-                failures += [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
-                if failures:
-                    break
-    finally:
-        await server.stop(None)
+    failures: list[grpc.aio.AioRpcError] = []
+    async with _echo() as call:
+        for busy_s in (2.0, 4.0, 8.0):  # longer if the calls arrive late
+            calls = [asyncio.ensure_future(_answer(call(b"x"))) for _ in range(10)]
+            await asyncio.sleep(0)  # they are sent
+            time.sleep(busy_s)  # noqa: ASYNC251 (nobody takes them from the server)
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            failures += [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
+            if failures:
+                break
     assert failures
     assert {failure.code() for failure in failures} == {grpc.StatusCode.CANCELLED}
 
