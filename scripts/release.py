@@ -30,6 +30,7 @@ DOCKERFILES = {
 }  # fmt: skip
 # The versions that were tested: `pip install -c constraints-gpu.txt 'triptych[cuda]'`.
 CONSTRAINTS = ("constraints.txt", "constraints-gpu.txt")
+LEVEL = 6  # of the archives' compression
 _COPY = re.compile(r"^COPY (?!--from)(.+) \S+$", re.MULTILINE)
 
 
@@ -98,23 +99,15 @@ def context_files(source: Path, dockerfile: str) -> list[Path]:
     return sorted(name for name in names if "__pycache__" not in name.parts)
 
 
-def write_context(source: Path, dockerfile: str, target: Path, time_s: int, level: int = 6) -> None:
-    """Writes an image's build context: its Dockerfile at the top, and the files that it copies.
-
-    Args:
-        source: directory of the project.
-        dockerfile: path of the Dockerfile, relative to `source`.
-        target: archive that is written.
-        time_s: Unix time that each member gets.
-        level: level of gzip's compression. 0 compresses nothing.
-    """
+def write_context(source: Path, dockerfile: str, target: Path, time_s: int) -> None:
+    """Writes an image's build context: its Dockerfile at the top, and the files that it copies."""
     members = {str(path): source / path for path in context_files(source, dockerfile)}
     members["Dockerfile"] = source / dockerfile
     target.parent.mkdir(parents=True, exist_ok=True)
-    _write_tar(members, target, time_s, level)
+    _write_tar(members, target, time_s)
 
 
-def _write_tar(members: dict[str, Path], target: Path, time_s: int, level: int = 6) -> None:
+def _write_tar(members: dict[str, Path], target: Path, time_s: int) -> None:
     """Writes a compressed archive whose bytes depend on names, modes and contents alone."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -124,7 +117,7 @@ def _write_tar(members: dict[str, Path], target: Path, time_s: int, level: int =
             info.size, info.mtime = len(data), time_s
             info.mode = 0o755 if members[name].stat().st_mode & 0o100 else 0o644
             tar.addfile(info, io.BytesIO(data))
-    with target.open("wb") as file, gzip.GzipFile("", "wb", level, file, mtime=time_s) as packed:
+    with target.open("wb") as file, gzip.GzipFile("", "wb", LEVEL, file, mtime=time_s) as packed:
         packed.write(content.getvalue())
 
 

@@ -353,7 +353,7 @@ class CheckpointSpec:
     Attributes:
         text_prefix: prefix of the language model's tensors.
         vision_prefix: prefix of the vision tower's tensors.
-        projector_prefix: prefix of the tower's last layers, if that is another one.
+        projector_prefix: prefix of the tower's last layers, if it differs from `vision_prefix`.
         ignored: patterns of names of tensors that may be present and are not read.
         quantization: quantization of the weights. None if they have a floating-point dtype of
             torch.

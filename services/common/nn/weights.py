@@ -370,8 +370,8 @@ def _check(
 
 
 def _name_in_files(source: StoredTensor, present: Collection[str]) -> str:
-    """Returns the name that a missing tensor would have, with the ending that the tensors of its
-    kind have in these files, such as `weight_scale_inv`.
+    """Returns the name of a missing tensor as these files would spell it: with the ending that
+    tensors of the same kind have here, such as `weight_scale_inv`.
     """
     ending = source.layout.other_ending
     stored = f".{source.layout.name}{ending}"

@@ -209,7 +209,7 @@ class Engine:
             sequence_id: id of the sequence, which may have ended.
             num_generated: number of completion tokens before the token of the mask.
             mask: words of the mask. Empty if every token is allowed.
-            draft_masks: for each draft, the mask of the token that follows it. The list ends before
+            draft_masks: masks of the tokens that follow each draft. The list ends before
                 the first draft that the grammar forbids.
         """
         sequence = self.find(sequence_id)

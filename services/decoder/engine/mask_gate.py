@@ -143,10 +143,10 @@ class MaskGate:
             self.unsampled = batch, pending
             self._places = {c.sequence.sequence_id: i for i, c in enumerate(batch.late)}
             self._computed_at = 0.0
-            for sequence in [chunk.sequence for chunk in batch.late]:
-                # The steps since its last token have left the sequence out (`Background`).
-                if sequence.token_mask is not None:
-                    self.put(sequence, sequence.token_mask)
+            for chunk in batch.late:
+                # If earlier steps left the sequence out (`Background`), its mask may be here.
+                if (mask := chunk.sequence.token_mask) is not None:
+                    self.put(chunk.sequence, mask)
         for chunk in reversed(batch.chunks):
             if chunk.from_device:
                 break

@@ -230,7 +230,7 @@ class AdapterTable:
 
     def _empty(self, slot: int) -> None:
         emptied = self._ask(LoadAdapter(slot, ""))
-        # Nobody waits for the answer, so that asyncio would log an error that `close` sets.
+        # Nobody waits for the answer. Without this, asyncio would log an error that `close` sets.
         emptied.add_done_callback(lambda answer: answer.exception())
         # The engine empties the slot before it handles any later message.
         self._free.append(slot)

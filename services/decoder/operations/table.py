@@ -339,7 +339,7 @@ def _twins(
         operation: name of the operation.
         module: module of the Triton kernel within `kernels`.
         twin: the specification in torch.
-        checks: what the Triton kernel needs besides Triton.
+        checks: conditions under which the Triton kernel can run, besides that Triton is there.
         pdl: True if the Triton kernel takes the mode of dependent launch.
     """
     kernel = _kernel(module, twin.__name__, pdl=pdl)

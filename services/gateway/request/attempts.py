@@ -365,11 +365,11 @@ class Attempts:
         for message in messages:
             if not isinstance(message, TokenEvent):
                 # `Overloaded` means that the client reads too slowly: an overloaded pod would be a
-                # `RetryableFailure`. `InternalError` is a fault of the sink. All other
-                # failures are failed encode calls. They do not matter once the decoder has sent a
-                # token: it then has the embeddings of all images, also of the image whose call
-                # failed, because it found that embedding in its own memory or in Redis. Logprobs
-                # of a prompt prove nothing: those of the tokens before a missing image come, too.
+                # `RetryableFailure`. `InternalError` is a fault of the sink. All other failures are
+                # failed encode calls. They do not matter once the decoder has sent a token: it then
+                # has the embeddings of all images, also of the image whose call failed, because it
+                # found that embedding in its own memory or in Redis. Logprobs of a prompt prove
+                # nothing: those of the tokens before a missing image come, too.
                 if isinstance(message, Overloaded | InternalError) or not (
                     self._has_tokens or _have_tokens(events)
                 ):

@@ -1,9 +1,9 @@
 """Prompt lookup: drafts that are copied from the sequence's own text, without a model. Pure Python.
 
 An answer often repeats a part of its prompt or of itself: a quotation, a table, JSON keys, edited
-code. So the tokens that followed the last tokens of the sequence earlier in its text may follow
-them again. A client may also predict the answer (`prediction` of OpenAI's API). The prediction is a
-second text to copy from, and is tried before the sequence's own text.
+code. If the last tokens of a sequence stand earlier in its text, the tokens that followed there are
+copied as drafts. A client may also predict the answer (`prediction` of OpenAI's API). The
+prediction is a second text to copy from, and is tried before the sequence's own text.
 
 An answer that leaves the text which it repeats often returns to it soon, behind a new value in JSON
 or a changed name in code. A single equal token shows the place then: the nearest one behind the

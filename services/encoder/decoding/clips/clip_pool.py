@@ -197,9 +197,9 @@ class ClipPool:
                 slot.child.trim()
 
     def finish(self, name: str) -> None:
-        """Notes that no further frames of a video are wanted at present. Its workers have the video
-        open until they take another video. A worker that decodes frames of the video keeps it,
-        because further frames were wanted meanwhile.
+        """Notes that no further frames of a video are wanted at present. Its workers keep the
+        video open until other work needs them. A worker that decodes frames of the video at present
+        stays with the video, because further frames were wanted meanwhile.
 
         Args:
             name: name of the video's file.
