@@ -18,8 +18,8 @@ def add_speculation_options(add: Callable[..., argparse.Action]) -> None:
         choices=("auto", "off", "lookup", "mtp"),
         help="Verify several guessed tokens in one step, which changes no answer. lookup copies "
         "guesses from the request's own text and from its prediction. mtp makes them with the "
-        "model's own layer for multi-token prediction. auto is lookup on a CPU and off on a GPU. "
-        "Defaults to off.",
+        "model's own layer for multi-token prediction. auto is mtp on a GPU if the checkpoint has "
+        "the layer, and lookup otherwise. Defaults to off.",
     )
     add(
         "--speculation-head",

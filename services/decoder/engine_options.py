@@ -19,8 +19,6 @@ AWAKE_S = 0.05
 # The most tokens of a step. They decide how much memory a step takes; the time of a step is usually
 # limited by `DECODER_STEP_MS` before.
 _MAX_TOKENS_GPU, _MAX_TOKENS_CPU = 8192, 1024
-# Whether `--speculation auto` drafts on a GPU, which has not been measured yet.
-_AUTO_DRAFTS_ON_GPU = False
 _OUT_OF_MEMORY = (
     "the device is out of memory (%s): lower DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or "
     "DECODER_MEMORY_FRACTION, or serve an FP8 checkpoint"
@@ -57,8 +55,9 @@ def set_threads(num_ranks: int) -> None:
 def speculation_of(settings: DecoderSettings, device: str) -> str:
     """Returns the source of drafts on a device: `off`, `lookup` or `mtp`.
 
-    With `auto`, the facts of the checkpoint choose: its own layer for multi-token prediction, or
-    else the lookup.
+    With `auto`, a GPU uses the checkpoint's own layer for multi-token prediction if there is one,
+    unless `kv_host_bytes` is set, which the layer does not support. Otherwise drafts come from the
+    lookup, except for a model for search, which generates no tokens.
 
     Args:
         settings: the decoder's settings.
@@ -66,13 +65,12 @@ def speculation_of(settings: DecoderSettings, device: str) -> str:
     """
     if settings.speculation != "auto":
         return settings.speculation
-    if device == "cpu":
+    if device == "cpu" or settings.kv_host_bytes or settings.model is None:
         return "lookup"
-    if not _AUTO_DRAFTS_ON_GPU:
+    spec = read_spec(settings.model, settings.task)
+    if spec.search is not None:
         return "off"
-    if settings.kv_host_bytes or settings.model is None:
-        return "lookup"
-    has_head = read_spec(settings.model, settings.task).text.num_mtp_layers == 1
+    has_head = spec.text.num_mtp_layers == 1
     if has_head and settings.load_format == "auto":
         has_head = has_draft_head(Checkpoint.open(settings.model))
     if not has_head:

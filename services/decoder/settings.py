@@ -36,8 +36,8 @@ class DecoderSettings(EngineServiceSettings):
         speculation: source of drafts, which are guesses of a sequence's next tokens that are
             verified together in one step. `lookup` copies them from the request's own text, and
             from a `prediction` in the request. `mtp` makes them with the model's own layer for
-            multi-token prediction. `off` uses none. `auto` is `lookup` on a CPU and `off` on a GPU.
-            Drafts change no answer.
+            multi-token prediction. `off` uses none. `auto` is `mtp` on a GPU if the checkpoint has
+            the layer and `kv_host_bytes` is 0, and `lookup` otherwise. Drafts change no answer.
         speculation_head: directory of a model whose layer for multi-token prediction is read, for a
             fine-tuned model that has lost its own. It has to have the same sizes.
         speculation_tokens: largest number of drafts of a sequence in a step.

@@ -4,7 +4,6 @@ start is refused by name. Their drafts change no answer.
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,9 +15,10 @@ from services.common.model_spec import UnsupportedOption
 from services.common.nn.checkpoint import Checkpoint, CheckpointError
 from services.common.nn.linear import Linear
 from services.common.nn.weights import load_weights
-from services.decoder import engine_options
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
+from services.decoder.engine_options import speculation_of
+from services.decoder.models.draft_head import DraftHead
 from services.decoder.models.draft_head_files import (
     add_draft_head,
     quantize_layer,
@@ -143,19 +143,17 @@ def test_drafts_with_keys_and_values_in_fp8_change_no_answer(source: Path) -> No
 
 
 def test_auto_takes_the_head_that_the_files_have(source: Path, tmp_path: Path) -> None:
-    """On a GPU, once drafts there are measured."""
+    def chosen(model: Path, device: str = "cuda:0", **values: object) -> str:
+        settings = DecoderSettings.model_validate({"speculation": "auto", "model": model} | values)
+        return speculation_of(settings, device)
 
-    def chosen(model: Path, device: str = "cuda:0", speculation: str = "auto") -> str:
-        settings = DecoderSettings(model=model, speculation=speculation)  # type: ignore[arg-type]
-        return engine_options.speculation_of(settings, device)
-
-    assert [chosen(source), chosen(source, "cpu")] == ["off", "lookup"]
-    assert chosen(source, speculation="mtp") == "mtp"
+    assert [chosen(source), chosen(source, "cpu")] == ["mtp", "lookup"]
+    assert chosen(source, kv_host_bytes=1 << 20) == "lookup"
+    assert chosen(source, speculation="off") == "off"
     stripped = write_hybrid(tmp_path / "stripped")
-    with mock.patch.object(engine_options, "_AUTO_DRAFTS_ON_GPU", new=True):
-        assert [chosen(source), chosen(stripped)] == ["mtp", "lookup"]
-        (stripped / "config.json").write_text((source / "config.json").read_text())
-        assert chosen(stripped) == "lookup"
+    assert chosen(stripped) == "lookup"
+    (stripped / "config.json").write_text((source / "config.json").read_text())
+    assert chosen(stripped) == "lookup"
 
 
 def test_a_head_computes_in_bfloat16(source: Path) -> None:
@@ -184,12 +182,14 @@ def test_drafts_read_eight_bits_and_the_model_its_own(tmp_path: Path) -> None:
     rounded = {name for name, each in formats.items() if each == "fp8_channel"}
     assert rounded == {name for name in formats if name.startswith("mtp.")}
     assert {"mtp.fc", "mtp.lm_head", "mtp.layers.0.mlp.down_proj"} < rounded
-    x, head = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)), model.mtp
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
+    head, own = model.get_submodule("mtp"), model.lm_head
+    assert isinstance(head, DraftHead) and own is not None
     exact = model.logits(x)
     found = head.logits(x, model)
     assert 0 < (found - exact).norm() / exact.norm() < 0.04  # three bits behind the point
     files = load_file(directory / "model.safetensors")
-    assert torch.equal(model.lm_head.weight, files["lm_head.weight"])
+    assert torch.equal(own.weight, files["lm_head.weight"])
 
 
 def test_slots_of_adapters_take_no_memory_for_the_layer(source: Path) -> None:
