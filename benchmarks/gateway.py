@@ -1,16 +1,22 @@
 """What the gateway and its stream to the decoder sustain by themselves; no model, no device.
 
     python -m benchmarks.gateway --rates 10000,20000,30000
+    python -m benchmarks.gateway --closed 32x8,128x8,128x16 --gateways 1 --gateway-cores 0,1
 
 A real gateway and a real decoder's front serve streaming chats; the engine behind them computes
 nothing and gives every sequence a token at each tick. The latency of each token runs from the
 engine's `send` to the client that has parsed the event, so it holds two hops between processes,
 gRPC, detokenization, HTTP and the client's own work. CPU is per token and process.
+
+With `--closed`, the engine ticks each `--tick` milliseconds, whatever the load, and each client
+sends its next request when it has the answer to the last one: how many requests a second the
+gateways can answer, and the CPU time of a request. Log lines are written, unlike with `--rates`.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -58,6 +64,8 @@ class Load:
         words: of each prompt.
         clients: processes that share the streams.
         gateways: processes that share the clients.
+        seconds: time after which clients send no further request.
+        gateway_cores: cores of the gateways. Empty if they may use all cores.
     """
 
     streams: int
@@ -67,6 +75,8 @@ class Load:
     words: int
     clients: int
     gateways: int
+    seconds: float = math.inf
+    gateway_cores: frozenset[int] = frozenset()
 
     @property
     def interval_s(self) -> float:
@@ -103,9 +113,10 @@ def run_client(
     share: int,
     next_seed: "Synchronized[int]",
     barrier: Barrier,
-    results: "Queue[list[Answer]]",
+    results: "Queue[tuple[list[Answer], float]]",
 ) -> None:
     """Entry point of a client process, with `share` streams of its own."""
+    end = math.inf
 
     async def keep_one_in_flight(answers: list[Answer]) -> None:
         connection = TimedConnection(target)
@@ -113,7 +124,7 @@ def run_client(
             with next_seed.get_lock():
                 seed = next_seed.value
                 next_seed.value += 1
-            if seed > load.requests:
+            if seed > load.requests or time.monotonic() > end:
                 connection.close()
                 return
             connection.arrivals = []
@@ -127,9 +138,10 @@ def run_client(
         async with asyncio.TaskGroup() as tasks:
             for _ in range(share):
                 tasks.create_task(keep_one_in_flight(answers))
-        results.put(answers)
+        results.put((answers, time.process_time() - cpu_s))
 
     barrier.wait()
+    end, cpu_s = time.monotonic() + load.seconds, time.process_time()
     uvloop.run(run())
 
 
@@ -159,7 +171,13 @@ def _token_id() -> int:
 
 
 def start_stack(
-    load: Load, link: Link, log: Path, children: ExitStack, api_key: str = "", **variables: str
+    load: Load,
+    link: Link,
+    log: Path,
+    children: ExitStack,
+    api_key: str = "",
+    lines: int | None = None,
+    **variables: str,
 ) -> tuple[Target, list[psutil.Process]]:
     """Starts decoder and gateways; returns once they answer.
 
@@ -169,6 +187,7 @@ def start_stack(
         log: where the null engine writes when it sent each token.
         children: ends the processes.
         api_key: of the requests, if the gateways need one.
+        lines: descriptor of the file for the gateways' log lines. Defaults to standard output.
         variables: further ones of the gateways' environment.
 
     Returns:
@@ -186,12 +205,14 @@ def start_stack(
 
     def start(module: str, *arguments: str, **variables: str) -> psutil.Process:
         command = [sys.executable, "-m", module, *arguments]
-        process = Popen(command, env=os.environ | variables)
+        process = Popen(command, env=os.environ | variables, stdout=lines, stderr=lines)
         children.callback(process.wait)
         children.callback(process.terminate)
         return psutil.Process(process.pid)
 
     decoder = start("benchmarks.gateway", "--decoder", settings.model_dump_json())
+    all_cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, load.gateway_cores or all_cores)
     gateways = [
         start(
             "services.gateway", "--shared-port", str(port),
@@ -199,11 +220,12 @@ def start_stack(
             GATEWAY_PORT=str(own_port),
             GATEWAY_METRICS_PORT="0",
             GATEWAY_ENCODER_ADDRESSES="127.0.0.1:1", GATEWAY_SHUTDOWN_GRACE_S="0",
-            GATEWAY_DECODER_ADDRESSES=decoder_address, GATEWAY_LOG_LEVEL="ERROR",
-            **link.variables(), **variables,
+            GATEWAY_DECODER_ADDRESSES=decoder_address,
+            **({"GATEWAY_LOG_LEVEL": "ERROR"} | link.variables() | variables),
         )
         for own_port in own_ports
     ]  # fmt: skip
+    os.sched_setaffinity(0, all_cores)
     for own_port in own_ports:
         asyncio.run(_wait_ready(own_port, api_key))
     (engine,) = (
@@ -225,10 +247,31 @@ async def _wait_ready(port: int, api_key: str) -> None:
     await asyncio.sleep(0)  # it ends in the loop's next pass
 
 
-def _send(target: Target, load: Load) -> list[Answer]:
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Answers of all clients, and seconds of CPU that they took.
+
+    Attributes:
+        answers: all answers.
+        cpu_s: seconds of CPU of each process of the stack, in the order of `start_stack`.
+        client_s: seconds of CPU of each client.
+    """
+
+    answers: list[Answer]
+    cpu_s: list[float]
+    client_s: list[float]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first request to the last answer."""
+        samples = [sample for _, sample, _ in self.answers]
+        return max(s.end for s in samples) - min(s.start for s in samples)
+
+
+def _send(target: Target, load: Load, processes: list[psutil.Process]) -> Sent:
     next_seed = _CONTEXT.Value("q", 1)
-    barrier = _CONTEXT.Barrier(load.clients)
-    results: Queue[list[Answer]] = _CONTEXT.Queue()
+    barrier = _CONTEXT.Barrier(load.clients + 1)
+    results: Queue[tuple[list[Answer], float]] = _CONTEXT.Queue()
     shares = [len(range(i, load.streams, load.clients)) for i in range(load.clients)]
     clients = [
         _CONTEXT.Process(
@@ -238,10 +281,17 @@ def _send(target: Target, load: Load) -> list[Answer]:
     ]
     for client in clients:
         client.start()
-    answers = [answer for _ in clients for answer in results.get()]
+    barrier.wait()
+    before = [_cpu_s(process) for process in processes]
+    found = [results.get() for _ in clients]
+    cpu_s = [_cpu_s(process) - s for process, s in zip(processes, before, strict=True)]
     for client in clients:
         client.join()
-    return answers
+    answers = [answer for each, _ in found for answer in each]
+    failed = [sample.error for _, sample, _ in answers if sample.error]
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(answers)} requests failed: {failed[0]}")
+    return Sent(answers, cpu_s, [s for _, s in found])
 
 
 def measure(load: Load, link: Link, api_key: str) -> None:
@@ -250,22 +300,16 @@ def measure(load: Load, link: Link, api_key: str) -> None:
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as directory:
         log = Path(directory) / "sent.json"
         with ExitStack() as children:
-            target, processes = start_stack(load, link, log, children, api_key, **keys)
-            before = [_cpu_s(process) for process in processes]
-            answers = _send(target, load)
-            front_s, engine_s, *gateway_s = (
-                _cpu_s(process) - s for process, s in zip(processes, before, strict=True)
-            )
+            target, processes = start_stack(load, link, log, children, api_key, None, **keys)
+            found = _send(target, load, processes)
         sent = {int(seed): times for seed, times in json.loads(log.read_text()).items()}
-    failed = [sample.error for _, sample, _ in answers if sample.error]
-    if failed:
-        raise SystemExit(f"{len(failed)} of {len(answers)} requests failed: {failed[0]}")
+    answers, seconds = found.answers, found.seconds
+    front_s, engine_s, *gateway_s = found.cpu_s
     late = sorted(
         arrived - left
         for seed, _, arrivals in answers
         for left, arrived in zip(sent[seed], arrivals, strict=True)
     )
-    seconds = max(s.end for _, s, _ in answers) - min(s.start for _, s, _ in answers)
     begins = [arrivals[0] - sample.start for _, sample, arrivals in answers]
     print(
         f"{load.rate:8,.0f} tokens/s asked, {len(late) / seconds:8,.0f} had"
@@ -280,6 +324,41 @@ def measure(load: Load, link: Link, api_key: str) -> None:
         f" null engine {1e6 * engine_s / len(late):.1f}",
         flush=True,
     )
+
+
+def measure_closed(load: Load, link: Link, rows: list[tuple[int, int]]) -> None:
+    """Prints a row for each closed loop. All rows have one stack, which 200 requests warm up.
+
+    Args:
+        load: the load, but for the numbers of streams and tokens.
+        link: the link between gateways and decoder.
+        rows: the number of streams, and of tokens of an answer, of each loop.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="triptych-bench-") as directory,
+        ExitStack() as children,
+    ):
+        lines = children.enter_context((Path(directory) / "log").open("wb"))
+        log = Path(directory) / "sent.json"
+        target, processes = start_stack(
+            load, link, log, children, lines=lines.fileno(), GATEWAY_LOG_LEVEL="INFO"
+        )
+        _send(target, replace(load, streams=32, tokens=8, requests=200, clients=1), processes)
+        for streams, tokens in rows:
+            found = _send(target, replace(load, streams=streams, tokens=tokens), processes)
+            num, seconds = len(found.answers), found.seconds
+            front_s, engine_s, *gateway_s = found.cpu_s
+            begins = sorted(times[0] - sample.start for _, sample, times in found.answers)
+            print(
+                f"{streams:4} streams of {tokens} tokens: {num / seconds:6,.0f} requests/s,"
+                f" first token p50 {_ms(begins, 0.5)}  p99 {_ms(begins, 0.99)} ms;"
+                f" CPU a request, µs: gateways {1e6 * sum(gateway_s) / num:,.0f}"
+                f" (the busiest {100 * max(gateway_s) / seconds:.0f} % of a core),"
+                f" front {1e6 * front_s / num:,.0f}, null engine {1e6 * engine_s / num:,.0f},"
+                f" clients {1e6 * sum(found.client_s) / num:,.0f}"
+                f" (the busiest {100 * max(found.client_s) / seconds:.0f} %)",
+                flush=True,
+            )
 
 
 def _ms(ordered: list[float], quantile: float) -> str:
@@ -317,21 +396,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--token", type=Path, default=None, metavar="FILE", help="a token of both services")
     add("--unix", action="store_true", help="a Unix socket between the services")
     add("--api-key", default="", metavar="KEY", help="of all requests; the gateways ask for it")
+    add("--closed", default="", metavar="ROWS", help="closed loops, as 32x8: streams x tokens")
+    add("--tick", type=float, default=2, help="milliseconds of the engine's tick (--closed)")
+    add("--gateway-cores", default="", metavar="LIST", help="cores of the gateways, as 0,1")
     add("--decoder", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.decoder:
         return run_decoder(options.decoder)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
+    link = Link(options.tls, options.token, options.unix)
+    cores = frozenset(int(core) for core in options.gateway_cores.split(",") if core)
+    if options.closed:
+        rows = [tuple(map(int, row.split("x"))) for row in options.closed.split(",")]
+        load = Load(
+            1, 1e3 / options.tick, 1, sys.maxsize, options.words, options.clients,
+            options.gateways, options.seconds, cores,
+        )  # fmt: skip
+        measure_closed(load, link, [(streams, tokens) for streams, tokens in rows])
+        return 0
     for rate in map(float, options.rates.split(",")):
         total = rate * options.seconds
         tokens = options.tokens or max(1, round(total / options.streams))
         requests = options.streams * max(1, round(total / tokens / options.streams))
         load = Load(
             options.streams, rate, tokens, requests, options.words, options.clients,
-            options.gateways,
+            options.gateways, gateway_cores=cores,
         )  # fmt: skip
-        measure(load, Link(options.tls, options.token, options.unix), options.api_key)
+        measure(load, link, options.api_key)
     return 0
 
 

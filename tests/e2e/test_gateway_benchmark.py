@@ -19,3 +19,13 @@ def test_two_gateways_deliver_every_token_that_the_null_engine_sent() -> None:
     assert found is not None, ended.stdout
     assert 200 < int(found[1]) <= 404
     assert 0 < float(found[2]) < 200
+
+
+def test_a_closed_loop_prints_the_requests_a_second_of_one_gateway() -> None:
+    words = "--closed 4x2,2x3 --tick 5 --seconds 1 --clients 2 --gateways 1 --gateway-cores 0"
+    command = [sys.executable, "-m", "benchmarks.gateway", *words.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    rows = re.findall(r"(\d) streams of (\d) tokens: +(\d+) requests/s", ended.stdout)
+    assert [row[:2] for row in rows] == [("4", "2"), ("2", "3")], ended.stdout
+    assert all(0 < int(rate) < 1000 for *_, rate in rows)
