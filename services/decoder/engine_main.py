@@ -39,7 +39,13 @@ from services.decoder.engine.messages import (
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.runner_factory import create_runner
 from services.decoder.engine.runner import Runner
-from services.decoder.engine_options import AWAKE_S, log_failure, runner_options, set_threads
+from services.decoder.engine_options import (
+    AWAKE_S,
+    log_failure,
+    runner_options,
+    set_threads,
+    use_one_thread,
+)
 from services.decoder.masks.links import open_link, send_tokens
 from services.decoder.ranks.joining import device_of, join
 from services.decoder.ranks.processes import RankProcesses
@@ -163,6 +169,7 @@ def _serve(
     """Loads the model, and serves the front until the front sends `Shutdown`."""
     channel, on_gpu = EngineChannel[FrontMessage](end.end, FrontMessage), device != "cpu"
     model_runner = create_runner(runner_options(settings, device), end.arena, ranks)
+    use_one_thread(device)
     runner: Runner = model_runner
     if processes is not None:
         processes.ready(on_gpu=on_gpu)

@@ -48,8 +48,22 @@ def log_failure(error: Exception, log: logging.Logger, what: str) -> int:
 
 
 def set_threads(num_ranks: int) -> None:
-    """Bounds torch's threads by the CPUs that each rank may use."""
+    """Bounds torch's threads by the CPUs that each rank may use, until the model is loaded."""
     torch.set_num_threads(max(1, min(torch.get_num_threads(), num_cpus() // num_ranks)))
+
+
+def use_one_thread(device: str) -> None:
+    """Lets torch compute on the calling thread alone if the device is a GPU.
+
+    Called when the model is loaded: copies of its files and an adapter that is folded into its
+    weights need threads. A step computes nothing on the CPU that is worth to be divided, and a team
+    of threads waits for the last one of them, for tens of milliseconds if all CPUs are busy.
+
+    Args:
+        device: device of the rank, `cpu` or `cuda:N`.
+    """
+    if device != "cpu":
+        torch.set_num_threads(1)
 
 
 def speculation_of(settings: DecoderSettings, device: str) -> str:

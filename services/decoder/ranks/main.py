@@ -21,7 +21,13 @@ from services.common.process.parent_death import end_with_parent
 from services.common.process.process_memory import freeze_gc
 from services.common.telemetry import setup_logging
 from services.decoder.engine.run.runner_factory import create_runner
-from services.decoder.engine_options import AWAKE_S, log_failure, runner_options, set_threads
+from services.decoder.engine_options import (
+    AWAKE_S,
+    log_failure,
+    runner_options,
+    set_threads,
+    use_one_thread,
+)
 from services.decoder.ranks.joining import device_of, join
 from services.decoder.ranks.steps import Follower
 from services.decoder.settings import DecoderSettings
@@ -71,6 +77,7 @@ def main() -> int:
         # The whole runner, although this rank does not sample, so that all ranks need the same
         # memory.
         runner = create_runner(runner_options(settings, device), arena, ranks)
+        use_one_thread(device)
         freeze_gc()
         awake_s = AWAKE_S if device != "cpu" else 0.0
         with suppress(ConnectionError):  # the other end has just been closed
