@@ -233,7 +233,7 @@ def test_factors_that_are_not_finite_are_refused(text, tmp_path: Path, part: str
     name = next(name for name in tensors if f"down_proj.{part}" in name)
     tensors[name].flatten()[0] = float("inf")
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(AdapterError, match=r"mlp\.down_proj has factors that are not finite"):
+    with pytest.raises(AdapterError, match=r"mlp\.down_proj has values that are not finite"):
         served.runner.load_adapter(1, str(tmp_path / "broken"))
 
 

@@ -49,6 +49,15 @@ class LowRank:
     def rank(self) -> int:
         return len(self.a)
 
+    def on(self, device: torch.device) -> "LowRank":
+        """Returns the factors on a device, in the data types of the file.
+
+        Whoever converts the values does it on the device: torch divides conversions on the CPU
+        among threads, which takes seconds for thousands of small tensors if all CPUs are busy.
+        """
+        magnitude = None if self.magnitude is None else self.magnitude.to(device)
+        return replace(self, a=self.a.to(device), b=self.b.to(device), magnitude=magnitude)
+
     def delta(self) -> Tensor:
         """Returns the change of the weight `[out_features, in_features]` in float32."""
         return (self.b.float() @ self.a.float()) * self.scaling
@@ -104,8 +113,7 @@ class Adapter:
                     short = name.removeprefix(PREFIX)
                     if short.endswith(".base_layer.weight"):
                         continue  # PEFT saves the unchanged weights of adapted embeddings, too
-                    # A copy: the mapped file may be written anew while the adapter is served.
-                    tensor = file.get_tensor(name).clone()
+                    tensor = _copied(file.get_tensor(name))
                     if match := _LOW_RANK.fullmatch(short):
                         factors.setdefault(match[1], {})[match[2]] = tensor
                     else:
@@ -187,6 +195,15 @@ class Adapter:
                     )
                 return replace(factors, scaling=self.config.scaling(name))
         return None
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Copies a tensor of a mapped file, which may be written anew while the adapter is served.
+
+    NumPy copies on the calling thread, and torch would divide each copy, see `LowRank.on`.
+    """
+    values = torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy().copy())
+    return values.view(tensor.dtype).view(tensor.shape)
 
 
 def expert_delta(factors: LowRank, expert: int, count: int) -> Tensor:

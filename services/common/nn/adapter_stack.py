@@ -83,24 +83,30 @@ class AdapterStack:
         wanted = self.rows[part].size, self.columns.size
         if found != wanted:
             return f"is {list(found)}, the model has {list(wanted)}"
+        if factors.magnitude is not None and factors.magnitude.shape != found[:1]:
+            return f"has magnitudes of {list(factors.magnitude.shape)} for {found[0]} rows"
         if factors.rank > self.rank:
             return f"has rank {factors.rank}, more than the largest rank {self.rank}"
-        # Kernels multiply the factors of a slot by zeros for the tokens of other slots.
-        dtype = self.factors.a.dtype
-        stored = factors.a, factors.b.float() * factors.scaling, factors.magnitude
-        if not all(each is None or each.to(dtype).isfinite().all() for each in stored):
-            return f"has factors that are not finite in {dtype}"
         return ""
 
-    def set(self, slot: int, part: str, factors: LowRank) -> None:
-        """Sets a slot's factors of a module, which have passed `check`."""
+    def set(self, slot: int, part: str, factors: LowRank) -> Tensor:
+        """Sets a slot's factors of a module, which have passed `check`.
+
+        Kernels multiply the factors of a slot by zeros for the tokens of other slots. So the slot
+        has to be cleared before the next step if a factor is not finite.
+
+        Returns:
+            `[]` bool on the layer's device, True if all factors are finite.
+        """
         self.used.add(slot)
         index = list(self.rows).index(part)
-        a, b = held(factors.a, self.columns, 1), held(factors.b, self.rows[part], 0)
+        factors = factors.on(self.factors.a.device)
+        stored = factors.a.to(self.factors.a), factors.b.float() * factors.scaling
+        finite = all_finite(stored[0], stored[1].to(stored[0]))
         target = self.factors.a[slot, index]
         target.zero_()
-        target[: factors.rank] = a.to(target)
-        scaled = b.float() * factors.scaling
+        target[: factors.rank] = held(stored[0], self.columns, 1)
+        scaled = held(stored[1], self.rows[part], 0)
         if factors.magnitude is not None:
             self.scaled.add(slot)
             factor = self._dora(part, factors)
@@ -109,9 +115,12 @@ class AdapterStack:
             assert found is not None
             found[slot, self._range(part)] = factor.to(found)
             scaled = scaled.to(factor) * factor[:, None]
+            finite &= all_finite(factors.magnitude, found[slot, self._range(part)])
+            finite &= all_finite(scaled.to(found))
         target = self.factors.b[self._range(part), slot]
         target.zero_()
         target[:, : factors.rank] = scaled.to(target)
+        return finite
 
     def clear(self, slot: int) -> None:
         """Removes the factors of a slot."""
@@ -143,17 +152,20 @@ class AdapterStack:
         return plain.expand_adapters(out, products, self.factors, rows)
 
     def _dora(self, part: str, factors: LowRank) -> Tensor:
-        """Returns the factors `[rows]` float32 of DoRA: magnitudes by norms of the changed rows."""
+        """Returns the factors `[rows]` float32 of DoRA: magnitudes by norms of the changed rows.
+
+        Args:
+            part: name of the module.
+            factors: the module's factors on the layer's device.
+        """
         a, b = held(factors.a, self.columns, 1), held(factors.b, self.rows[part], 0)
-        device = self.factors.a.device
-        delta = (b.to(device).float() @ a.to(device).float()) * factors.scaling
+        delta = (b.float() @ a.float()) * factors.scaling
         changed = self._weight()[self._range(part)].float() + delta
         squares = changed.square().sum(1)
         if not self.columns.is_whole:  # each rank has the sum over its own columns
             squares = self._ranks.all_reduce(squares)
         assert factors.magnitude is not None
-        magnitude = held(factors.magnitude, self.rows[part], 0).to(device).float()
-        return magnitude / squares.sqrt()
+        return held(factors.magnitude, self.rows[part], 0).float() / squares.sqrt()
 
     def _range(self, part: str) -> slice:
         """Returns the rows of the layer that a module has."""
@@ -170,6 +182,11 @@ def held(tensor: Tensor, share: Share, dim: int) -> Tensor:
     if share.is_whole:
         return tensor
     return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in share.ranges], dim)
+
+
+def all_finite(*tensors: Tensor) -> Tensor:
+    """Returns whether all values are finite, as `[]` bool on the device, for which none waits."""
+    return torch.stack([each.isfinite().all() for each in tensors]).all()
 
 
 def refused(where: str, problems: Mapping[str, str]) -> AdapterError:

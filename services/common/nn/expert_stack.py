@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.common.nn.adapter import LowRank
-from services.common.nn.adapter_stack import AdapterRows, held
+from services.common.nn.adapter_stack import AdapterRows, all_finite, held
 from services.common.nn.linear import Linear
 
 # A module of one expert, as files name it that hold a tensor for each expert.
@@ -73,8 +73,13 @@ class ExpertStack:
             return "has DoRA, which is not computed for experts by name"
         return ""
 
-    def set_all(self, slot: int, factors: LowRank) -> None:
-        """Sets a slot's factors of all experts, which have the layer's shape."""
+    def set_all(self, slot: int, factors: LowRank) -> Tensor:
+        """Sets a slot's factors of all experts, which have the layer's shape.
+
+        Returns:
+            `[]` bool on the layer's device, True if all factors are finite.
+        """
+        factors = factors.on(self.like.device)
         count, shares = self.count, self.layer.rows.values()
         a = factors.a.reshape(count, -1, factors.a.shape[1])
         b = factors.b.reshape(len(factors.b), -1, count).permute(2, 0, 1)
@@ -84,9 +89,15 @@ class ExpertStack:
         for expert in range(count):
             found = _Factors(0, b.shape[1], a[expert], b[expert])
             self._found.setdefault((slot, expert), []).append(found)
+        return self._finite(factors)
 
-    def set_one(self, slot: int, expert: int, part: str, factors: LowRank) -> None:
-        """Sets a slot's factors of one expert's module, which have passed `check_one`."""
+    def set_one(self, slot: int, expert: int, part: str, factors: LowRank) -> Tensor:
+        """Sets a slot's factors of one expert's module, which have passed `check_one`.
+
+        Returns:
+            `[]` bool on the layer's device, True if all factors are finite.
+        """
+        factors = factors.on(self.like.device)
         start = 0
         for name, share in self.layer.rows.items():
             if name == part:
@@ -96,6 +107,12 @@ class ExpertStack:
         a, b = self._stored(held(factors.a, self.layer.columns, 1), b, factors.scaling)
         found = _Factors(start, start + len(b), a, b)
         self._found.setdefault((slot, expert), []).append(found)
+        return self._finite(factors)
+
+    def _finite(self, factors: LowRank) -> Tensor:
+        """Returns whether whole factors are finite: ranks, which hold shares, refuse the same."""
+        scaled = factors.b.float() * factors.scaling
+        return all_finite(factors.a.to(self.like), scaled.to(self.like))
 
     def _stored(self, a: Tensor, b: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         return a.to(self.like), (b.float() * scaling).to(self.like).contiguous()

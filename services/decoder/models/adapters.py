@@ -16,7 +16,7 @@ from kernels.adapters.factors import SlotFactors
 from services.common.adapter_config import TOWER, AdapterConfig, AdapterError
 from services.common.model_spec import ModelSpecError
 from services.common.nn.adapter import Adapter, LowRank
-from services.common.nn.adapter_stack import AdapterRows, AdapterStack, refused
+from services.common.nn.adapter_stack import AdapterRows, AdapterStack, all_finite, refused
 from services.common.nn.collectives import Ranks, Share
 from services.common.nn.expert_stack import MODULE, ExpertStack
 from services.common.nn.experts import Experts, Router, StackedLinear
@@ -97,6 +97,15 @@ class Adapters:
             problem = str(error)
         self._refuse_together(problem)
         assert adapter is not None
+        self.load_together(slot, adapter)
+
+    def load_together(self, slot: int, adapter: Adapter) -> None:
+        """Loads an adapter into a free slot on all ranks or on none, see `load_files`.
+
+        Raises:
+            AdapterError, RuntimeError: as `load_files`.
+        """
+        problem = ""
         try:
             self.load(slot, adapter)
         except AdapterError as error:
@@ -104,7 +113,7 @@ class Adapters:
         except torch.OutOfMemoryError as error:
             problem = str(error).partition("\n")[0] or "the device's memory is full"
             if self.ranks.count > 1 and adapter.config.uses_dora:
-                raise RuntimeError(f"{directory}: {problem}") from None
+                raise RuntimeError(f"{adapter.config.directory}: {problem}") from None
         try:
             self._refuse_together(problem)
         except AdapterError:
@@ -120,13 +129,16 @@ class Adapters:
     def load(self, slot: int, adapter: Adapter) -> None:
         """Loads an adapter into a free slot. All ranks call this together.
 
+        The values are converted and checked on the device, and the host waits for the device once.
+
         Raises:
-            AdapterError: the adapter does not fit the model, or changes something that is not
-                computed beside the base model. No slot is changed then.
+            AdapterError: the adapter does not fit the model, has values that are not finite, or
+                changes something that is not computed beside the base model. No slot is changed
+                then.
         """
         layers, former = dict(self._layers()), self._stacks()
         problems: dict[str, str] = {}
-        todo: list[tuple[AdapterStack, str, LowRank]] = []
+        todo: list[tuple[str, AdapterStack, str, LowRank]] = []
         experts = self._experts(adapter, problems)
         for name, factors in adapter.linears.items():
             if MODULE.fullmatch(name) or self._is_of_tower(name):
@@ -136,24 +148,37 @@ class Adapters:
                 part = name.rpartition(".")[2]
                 part = part if part in stack.rows else ""
                 why = stack.check(part, factors)
-                todo.append((stack, part, factors))
+                todo.append((name, stack, part, factors))
             if why:
                 problems[name] = why
         problems |= self._other_problems(adapter)
         if problems:
             self._keep(former)
             raise refused(str(adapter.config.directory), problems)
-        for stack, part, factors in todo:
-            stack.set(slot, part, factors)
-        for layer, expert, part, factors in experts:
+        finite: list[tuple[str, Tensor]] = []  # name of a module, and whether its values are finite
+        for name, stack, part, factors in todo:
+            finite.append((name, stack.set(slot, part, factors)))
+        for name, layer, expert, part, factors in experts:
             if layer.adapters is None:
                 layer.adapters = ExpertStack(layer, self.embed_tokens.weight)
             if expert is None:
-                layer.adapters.set_all(slot, factors)
+                finite.append((name, layer.adapters.set_all(slot, factors)))
             else:
-                layer.adapters.set_one(slot, expert, part, factors)
-        self._found[slot] = self._whole_modules(adapter)
+                finite.append((name, layer.adapters.set_one(slot, expert, part, factors)))
+        self._found[slot] = self._whole_modules(adapter, finite)
         self._note_fit()
+        if names := self._not_finite(finite):
+            self.unload(slot)
+            self._keep(former)
+            why = f"has values that are not finite in {self.embed_tokens.weight.dtype}"
+            raise refused(str(adapter.config.directory), dict.fromkeys(names, why))
+
+    def _not_finite(self, finite: list[tuple[str, Tensor]]) -> list[str]:
+        """Returns the names of modules with values that are not finite. Waits for the device."""
+        if not finite:
+            return []
+        flags: list[bool] = torch.stack([flag for _, flag in finite]).tolist()
+        return [name for (name, _), is_finite in zip(finite, flags, strict=True) if not is_finite]
 
     @torch.inference_mode()
     def reserve(self) -> None:
@@ -299,11 +324,12 @@ class Adapters:
 
     def _experts(
         self, adapter: Adapter, problems: dict[str, str]
-    ) -> list[tuple[StackedLinear, int | None, str, LowRank]]:
-        """Returns the adapter's factors of experts: layer, expert (None for all experts), module
-        and factors. Adds the modules that do not fit to `problems`, with the reasons.
+    ) -> list[tuple[str, StackedLinear, int | None, str, LowRank]]:
+        """Returns the adapter's factors of experts: name in the adapter, layer, expert (None for
+        all experts), module and factors. Adds the modules that do not fit to `problems`, with the
+        reasons.
         """
-        found: list[tuple[StackedLinear, int | None, str, LowRank]] = []
+        found: list[tuple[str, StackedLinear, int | None, str, LowRank]] = []
         layers = {
             path: each for path, each in self.model.named_modules() if isinstance(each, Experts)
         }
@@ -315,7 +341,7 @@ class Adapters:
                 problems[name] = "is not a module of the model"
                 continue
             stack = layer.down_proj if part == "down_proj" else layer.gate_up_proj
-            found.append((stack, expert, part, factors))
+            found.append((name, stack, expert, part, factors))
             if why := ExpertStack(stack, self.embed_tokens.weight).check_one(expert, part, factors):
                 problems[name] = why
         for name, several in adapter.experts.items():
@@ -327,7 +353,7 @@ class Adapters:
             for parameter, stack in layer.stacks.items():
                 shape = sum(share.size for share in stack.rows.values()), stack.columns.size
                 if (factors := adapter.of_experts(name, parameter, shape, layer.count)) is not None:
-                    found.append((stack, None, "", factors))
+                    found.append((name, stack, None, "", factors))
             if len(found) - known < len(several):
                 problems[name] = "has factors of another shape than the model's experts"
         return found
@@ -349,16 +375,21 @@ class Adapters:
                 problems["embed_tokens"] = f"is {list(found)}, the model has {list(shape)}"
         return problems
 
-    def _whole_modules(self, adapter: Adapter) -> _Slot:
+    def _whole_modules(self, adapter: Adapter, finite: list[tuple[str, Tensor]]) -> _Slot:
+        """Returns what an adapter changes beside linear layers. Adds to `finite`, see `load`."""
         like, saved = self.embed_tokens.weight, adapter.saved
-        found = _Slot()
+        found, device = _Slot(), like.device
         if _EMBEDDING in saved:
-            found.table = saved[_EMBEDDING].to(like)
+            found.table = saved[_EMBEDDING].to(device).to(like)
+            finite.append((_EMBEDDING, all_finite(found.table)))
         if _HEAD in saved:
             rows = Share.of(len(like)) if self.lm_head is None else self.lm_head.rows[""]
-            ranges = [saved[_HEAD][start:stop] for start, stop in rows.ranges]
+            ranges = [saved[_HEAD][start:stop].to(device) for start, stop in rows.ranges]
             found.head = torch.cat(ranges).to(like)
+            finite.append((_HEAD, all_finite(found.head)))
         if (factors := adapter.embedding) is not None:
+            factors = factors.on(device)
             scaled = factors.b.float() * factors.scaling
             found.embedding = factors.a.T.contiguous().to(like), scaled.to(like)
+            finite.append(("embed_tokens", all_finite(*found.embedding)))
         return found

@@ -321,7 +321,7 @@ def _load_adapters(
     if len(found) < options.max_adapters:
         model.adapters.reserve()
     for slot, adapter in enumerate(found):
-        model.adapters.load(slot, adapter)
+        model.adapters.load_together(slot, adapter)
 
 
 @torch.inference_mode()
