@@ -8,11 +8,13 @@ Open loops (img1, epd4) send requests at random times, as many a second as `@` s
 others are answered; an answer is good if its first token comes within 2 s and later ones within 50
 ms each, on average. Closed loops are rows of `benchmarks.serve`, and text12k_c8, eight prompts of
 12,000 tokens at a time. Results of a bound replace those of an earlier run in the same file.
-`--plot PICTURE` draws the file instead.
+`--plot PICTURE` draws the file instead. If the file is a table of rows beside vLLM, as
+data/frontier_beside_vllm.csv, the picture shows first tokens against later ones.
 """
 
 import argparse
 import asyncio
+import csv
 import json
 import sys
 import time
@@ -182,6 +184,40 @@ def write_plot(path: Path, found: Sequence[dict[str, Any]]) -> None:
     figure.savefig(path, dpi=130)
 
 
+def write_plane(path: Path, table: Path) -> None:
+    """Draws the first token of text_c64 against each later one, a point for each bound."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with table.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["workload"] == "text_c64"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, all_axes = plt.subplots(
+        1, len(models), figsize=(5.5 * len(models), 4), layout="constrained", squeeze=False
+    )
+    for axis, model in zip(all_axes[0], models, strict=True):
+        for server in dict.fromkeys(row["server"] for row in rows):
+            part = [row for row in rows if (row["model"], row["server"]) == (model, server)]
+            x = [float(row["tpot_p50_ms"]) for row in part]
+            y = [float(row["ttft_p50_ms"]) for row in part]
+            axis.plot(x, y, "o-", label=server)
+            for number, (row, *point) in enumerate(zip(part, x, y, strict=True)):
+                bound = f"{row['step_ms']} ms: " if row["step_ms"] else ""
+                text = f"{bound}{float(row['tokens_per_s']):,.0f} tokens/s"
+                above = 6 if number else -14
+                axis.annotate(text, point, (6, above), textcoords="offset points", fontsize=8)
+        axis.set_title(f"{model}, 64 clients, by DECODER_STEP_MS", fontsize=10)
+        axis.set_xlabel("each later token, ms (p50)")
+        axis.set_ylabel("first token, ms (p50)")
+        axis.set_ylim(bottom=0)
+        axis.margins(x=0.45, y=0.15)
+        axis.legend(fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the arguments; other options go to `triptych serve`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -193,6 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--workloads", default=_DEFAULT, help=f"{', '.join(OPEN)} with @RATE, or rows")
     add("--seconds", type=float, default=10.0, help="of each open loop")
     options, rest = parser.parse_known_args(arguments)
+    if options.plot and options.out.suffix == ".csv":
+        write_plane(options.plot, options.out)
+        return 0
     found: list[dict[str, Any]] = (
         json.loads(options.out.read_text()) if options.out.exists() else []
     )
