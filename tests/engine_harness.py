@@ -49,7 +49,7 @@ class Harness:
         runner: type[FakeRunner] = FakeRunner,
         max_drafts: int = 0,
         right_drafts: float = 0.8,
-        **info: int,
+        **info: int | str,
     ) -> None:
         self.runner = runner(runner_info(max_drafts=max_drafts, **info))
         self.engine = Engine(

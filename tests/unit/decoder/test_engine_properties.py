@@ -68,6 +68,30 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
     play(harness, program, failure)
 
 
+@settings(max_examples=cases(40, 150), deadline=None)
+@given(
+    program=programs(seeds=2, shared=40, own=8, last=8),
+    engine=engines(12, 40),
+    failure=failures,
+    step_ms=st.none() | st.floats(1, 50),
+    seed=st.integers(0, 2**16),
+    states=st.booleans(),
+    host=st.sampled_from([0, 0, 16]),
+)
+def test_prompts_that_share_blocks_within_a_step_have_the_tokens_they_have_alone(
+    program, engine, failure, step_ms, seed, states, host
+):
+    """The order and the sharing of a model for search; its sequences generate here, too, so that
+    the tokens show what they have read.
+    """
+    kind = {"has_states": True, "num_checkpoints": 4, "state_tokens": 8} if states else {}
+    harness = Harness(
+        task="rank", num_host_blocks=host, step_ms=step_ms or math.inf,
+        step_cost=None if step_ms is None else ErraticCost(seed), **kind, **engine,
+    )  # fmt: skip
+    play(harness, program, failure)
+
+
 @settings(max_examples=cases(8, 60), deadline=None)
 @given(
     ahead=st.integers(0, 5),

@@ -5,7 +5,9 @@ import pytest
 from msgspec import structs
 
 from services.decoder.engine.messages import ImageSpan
-from tests.engine_harness import KEYS, Harness, prompt_of
+from services.decoder.engine.schedule.step_cost import Limit, StepLoad
+from tests.engine_harness import KEYS, Harness, Untimed, prompt_of
+from tests.engine_programs import fail_at
 from tests.fake_runner import add_message
 
 
@@ -101,4 +103,69 @@ def test_text_shares_its_beginning_with_a_prompt_that_has_an_image():
     )  # fmt: skip
     harness.run()
     assert harness.engine.stats().num_prefix_hit_tokens == 12
+    harness.assert_all_as_alone()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_prompts_of_a_search_share_the_blocks_that_their_step_computes(overlap):
+    """As the pairs of a query and its documents do, which come at once."""
+    harness = Harness(overlap=overlap, task="rank", block_size=4)
+    for number in range(3):
+        harness.add(add_message(number, prompt_of(7, 10) + prompt_of(number, 9), max_tokens=1))
+    harness.run()
+    assert harness.runner.batches == [[(0, 0, 19), (1, 8, 11), (2, 8, 11)]]
+    assert harness.engine.stats().num_prefix_hit_tokens == 16
+    harness.assert_all_as_alone()
+    harness.assert_empty()
+
+
+def test_prompts_of_a_chat_model_share_blocks_from_the_next_step_on():
+    harness = Harness(block_size=4)
+    for number in range(3):
+        harness.add(add_message(number, prompt_of(7, 10) + prompt_of(number, 9), max_tokens=1))
+    harness.run()
+    assert harness.engine.stats().num_prefix_hit_tokens == 0
+
+
+def test_a_chunk_of_one_token_shares_its_block_from_the_next_step_on():
+    """A kernel for decodes may store its key while others attend."""
+    harness = Harness(task="embed", overlap=False, block_size=4, max_batched_tokens=7)
+    harness.add(add_message(0, prompt_of(7, 8), max_tokens=1))
+    harness.step()
+    harness.add(add_message(1, prompt_of(7, 9), max_tokens=1))
+    harness.run()
+    assert harness.runner.batches == [[(0, 0, 7)], [(0, 7, 1), (1, 4, 5)]]
+    harness.assert_all_as_alone()
+
+
+@pytest.mark.parametrize("budget", [40, 32, 21])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_blocks_of_a_step_that_was_not_launched_are_not_found(budget, failing):
+    harness = Harness(task="rank", block_size=4, max_batched_tokens=budget)
+    fail_at(harness.runner, failing)
+    for number in range(4):
+        harness.add(add_message(number, prompt_of(7, 12) + prompt_of(number, 9), max_tokens=1))
+    harness.run()
+    assert list(harness.ends.values()).count("failed") == 1
+    harness.assert_all_as_alone()
+    harness.assert_empty()
+
+
+class _NoneBehindAPrefix(Untimed):
+    """Leaves no time for tokens behind a cached prefix beside other tokens."""
+
+    def fitting_tokens(self, load: StepLoad, start: int, limit: Limit) -> int:
+        return 0 if start and load.tokens else super().fitting_tokens(load, start, limit)
+
+
+def test_a_sequence_without_a_chunk_gives_up_blocks_of_a_step_that_was_not_launched():
+    harness = Harness(task="rank", block_size=4, step_cost=_NoneBehindAPrefix())
+    fail_at(harness.runner, 0)
+    for number in range(2):
+        harness.add(add_message(number, prompt_of(7, 12) + prompt_of(number, 9), max_tokens=1))
+    harness.step()
+    assert harness.engine.stats().num_prefix_hit_tokens == 12  # admitted beside the first sequence
+    harness.run()
+    assert harness.runner.batches == [[(1, 0, 21)]]
+    assert (harness.ends[0], harness.ends[1]) == ("failed", "length")
     harness.assert_all_as_alone()

@@ -8,7 +8,10 @@ becomes free but can still be found, until it is given to another sequence for n
 
 A block is registered as soon as the step that fills it was launched and the ids of its tokens are
 known, even if the step still runs. Another sequence that finds the block reads it in a later step,
-and the device runs the steps in order, so the contents are there by then.
+and the device runs the steps in order, so the contents are there by then. A model for search
+registers the blocks of a prompt's chunk when the chunk is planned, so that prompts with the same
+prefix share it within one step: each layer stores the keys and values of all tokens of the step
+before any token attends to them. `retract` reverts this if the step is not launched after all.
 """
 
 from collections import OrderedDict
@@ -151,6 +154,15 @@ class BlockManager:
                 self.hash_of[block] = block_hash
                 self.num_registrations += 1
         sequence.num_registered_blocks = num_full
+
+    def retract(self, sequence: Sequence, num_tokens: int) -> None:
+        """Removes the blocks behind a sequence's first `num_tokens` tokens from the prefix cache,
+        because the step that should have filled them was not launched.
+        """
+        first = num_tokens // self.block_size
+        for block in sequence.block_table[first : sequence.num_registered_blocks]:
+            self._unregister(block)
+        sequence.num_registered_blocks = min(first, sequence.num_registered_blocks)
 
     def free(self, sequence: Sequence) -> None:
         """Takes the blocks from a sequence. Registered ones can be found until they are reused."""

@@ -49,7 +49,11 @@ class Prefills:
         # will soon need further blocks and would otherwise be preempted at once.
         self.watermark = blocks.num_blocks // 100
         self.min_partial_tokens = 512
-        self.waiting = Admission(info.max_num_sequences, fair=info.task != "generate")
+        is_search = info.task != "generate"
+        self.waiting = Admission(info.max_num_sequences, fair=is_search)
+        # A chat model's prompts share blocks from the next step on: a layer for drafts would have
+        # to compute its own keys for the shared tokens first.
+        self._shares_in_step = is_search
         self.parked_for_images: dict[int, Sequence] = {}
         self.parked_for_masks: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
@@ -210,6 +214,9 @@ class Prefills:
             self.lacking_images.append(sequence)
         if not length:
             return []
+        # A chunk of one token may be computed by a kernel that stores its key while others attend.
+        if self._shares_in_step and length > 1:
+            self._blocks.register(sequence)
         budget.spend(start, length)
         self.waiting.planned(length)
         return [Chunk(sequence, start, length, False, samples, checkpoints=checkpoints)]

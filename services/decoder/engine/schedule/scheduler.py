@@ -253,13 +253,18 @@ class Scheduler:
 
     def abandon(self, batch: Batch) -> None:
         """Reverts a batch whose launch has failed. Its sequences are preempted, because the
-        contents of their rows on the device are undefined.
+        contents of their rows on the device are undefined. So are the sequences that were admitted
+        without a chunk, because they may share blocks that the batch should have filled.
         """
         self.roll_back(batch)
         self.blocks.copies.failed()
         for chunk in batch.chunks:
             self.blocks.states.abandon(chunk.checkpoints)
-            self._preempt(chunk.sequence)
+            self.blocks.retract(chunk.sequence, chunk.start)
+        involved = [chunk.sequence for chunk in batch.chunks] + batch.admitted
+        for sequence in dict.fromkeys(involved):
+            if sequence.state is SequenceState.RUNNING:
+                self._preempt(sequence)
 
     def _plan_prompts(self, chunks: list[Chunk], num_tokens: int) -> StepLoad:
         """Appends chunks of prompts to those of decodes. Returns the work of the whole step."""
