@@ -1,5 +1,6 @@
 """The order of prompts of a model for search: requests share the device, and none waits forever."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -78,6 +79,43 @@ def test_a_single_query_does_not_wait_for_the_inputs_of_long_requests() -> None:
     assert len([number for number in search.done if number <= 128]) > 30
 
 
+def test_a_single_query_does_not_wait_for_the_last_requests_of_a_crowd() -> None:
+    """Clients that ask for more as soon as they have an answer, until all of them stop."""
+    search = Search()
+    waiting = {n: search.ask(f"batch {n}", *[500] * 16) for n in range(8)}
+    asked, query, longest = 8, 0, 0
+    while waiting:
+        search.step()
+        if query in search.done and search.steps % 2:
+            query = 0
+        if not query:
+            (query,) = search.ask(f"query {search.steps}", 30)
+            longest = max(longest, search.wait(query))
+        for request in [n for n, each in waiting.items() if set(each) <= search.done.keys()]:
+            del waiting[request]
+            if asked < 30:
+                waiting[asked] = search.ask(f"batch {asked}", *[500] * 16)
+                asked += 1
+    assert longest == 1
+
+
+def test_requests_that_were_aborted_do_not_count() -> None:
+    """The device does not compute their tokens, so virtual time does not wait for these."""
+    search = Search()
+    aborted = [search.ask(f"aborted {n}", *[500] * 16) for n in range(8)]
+    search.step()
+    running = {s.sequence_id: s for s in [*search.scheduler.running()]}
+    running |= {s.sequence_id: s for s in search.scheduler.prefills.waiting}
+    first = search.ask("first", *[500] * 16)
+    for number in running.keys() & set(itertools.chain(*aborted)):
+        search.scheduler.finish(running[number])
+    for _ in range(4):
+        search.step()
+    second = search.ask("second", *[500] * 9)
+    search.wait(first[-1])
+    assert len(set(second) & search.done.keys()) <= 1  # what the last step had room for
+
+
 def test_with_a_chat_model_prompts_are_computed_in_the_order_of_arrival() -> None:
     search = Search("generate")
     for request in range(8):
@@ -126,15 +164,15 @@ def test_no_prompt_waits_forever_for_short_ones() -> None:
     """Short requests alone fill every step, and a long one still gets its share."""
     search = Search()
     (long,) = search.ask("long", 4000)
-    for index in range(200):
+    for index in range(400):
         for part in range(32):
             search.ask(f"short {index} {part}", 30)
         search.step()
         if long in search.done:
             break
-    # First the others compute as much as if each of 33 requests had 4,000 tokens, then it gets half
-    # of each step.
-    assert 100 < search.done[long] <= 33 * 4000 / BUDGET + 2 * 4000 / BUDGET
+    # First the others compute as much as if each of twice 33 requests had 4,000 tokens, then it
+    # gets half of each step.
+    assert 100 < search.done[long] <= 2 * 33 * 4000 / BUDGET + 2 * 4000 / BUDGET
 
 
 def test_a_query_passes_long_documents_that_were_begun() -> None:

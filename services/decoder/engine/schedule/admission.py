@@ -79,7 +79,8 @@ class Admission:
     def finished(self, sequence: Sequence) -> None:
         """Notes that a sequence has finished."""
         if self._fair_queue is not None:
-            self._fair_queue.remove(sequence.tenant, sequence.message.request)
+            is_cut = sequence.num_computed_tokens < sequence.num_prompt_tokens
+            self._fair_queue.remove(sequence.tenant, sequence.message.request, is_cut=is_cut)
 
     def wait(self, sequence: Sequence) -> None:
         """Queues a new or a preempted sequence."""
