@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.sampling import ALL_MASKED, NOT_FINITE
+from kernels.sampling import ALL_MASKED, NOT_FINITE, sampling
 from kernels.sampling.sampling import MaskedRows, SamplingInputs
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.operations.ops import Ops, PlainOps
@@ -212,6 +212,7 @@ def check_penalties(ops: Ops, vocab_size: int, dtype: torch.dtype, device: torch
         told = neutral._replace(seen=start.clone(), rows=rows, floats=floats)
         first = each.penalize(logits, told)
         each.count_tokens(token_ids, told)
+        assert told.seen is not None
         found.append([first, each.penalize(first, told), told.seen])
     for expected, actual in zip(*found, strict=True):
         assert expected.dtype == actual.dtype and torch.equal(expected, actual)
@@ -221,3 +222,27 @@ def check_penalties(ops: Ops, vocab_size: int, dtype: torch.dtype, device: torch
     assert (second != first).any(1).tolist() == [True, False, True, True]
     assert (seen - start).nonzero().tolist() == [[1, vocab_size - 1], [4, 3]]
     assert (seen - start).amax() == 2
+
+
+def check_greedy_rescored(
+    kernel: Callable[..., Tensor], vocab_size: int, width: int, dtype: torch.dtype, device: str
+) -> None:
+    """Checks the best tokens of approximate logits, with rows that are not finite."""
+    draw = torch.Generator(device).manual_seed(vocab_size)
+
+    def random(*shape: int) -> Tensor:
+        # Whole numbers, so that sums are exact in each order, and some logits are equal.
+        return torch.randint(-2, 3, shape, generator=draw, device=device).to(dtype)
+
+    hidden, weight = random(6, width), random(vocab_size, width)
+    logits = (hidden.float() @ weight.float().T).round(decimals=-1).to(dtype)
+    logits[1, 5], logits[2, -1] = torch.nan, torch.inf
+    hidden[3] = torch.inf
+    logits[4] = 0.0
+    found = kernel(logits, hidden, weight)
+    assert found.dtype == torch.int32 and found[1:4].tolist() == [NOT_FINITE] * 3
+    assert torch.equal(found, sampling.greedy_rescored(logits, hidden, weight))
+    exact = hidden.float() @ weight.float().T
+    chosen = exact.gather(1, found.clamp(min=0)[:, None].long()).squeeze(1)
+    for row in (0, 5):
+        assert chosen[row] >= exact[row, logits[row].argmax()]

@@ -96,6 +96,21 @@ def _per_column(values: Tensor, weight: PackedWeight) -> Tensor:
     return values.repeat_interleave(weight.group, -1)[..., : weight.columns]
 
 
+def quantize_in_4_bits(values: Tensor, group: int) -> PackedWeight:
+    """Rounds a matrix `[N, K]` to 4-bit integers from -7 to 7, with the scales `amax / 7`.
+
+    Args:
+        values: the matrix. K is a multiple of `group`.
+        group: number of columns per scale.
+    """
+    groups = values.float().unflatten(-1, (-1, group))
+    scale = groups.abs().amax(-1, keepdim=True) / 7
+    whole = (groups / scale.clamp(min=torch.finfo(torch.float32).tiny)).round()
+    codes = (whole.clamp(-7, 7) + 8).to(torch.uint8).flatten(-2)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    return PackedWeight(packed, scale.squeeze(-1), None, 4, group, values.shape[1])
+
+
 TILE_ROWS, TILE_COLUMNS = 64, 128
 _WORDS = TILE_ROWS * TILE_COLUMNS // 4
 # Sizes of the axes of a tile's words, in the order that the module's docstring describes.

@@ -1,4 +1,5 @@
-"""Argmax of each row of logits, and of some rows with token masks, by two small kernels each.
+"""Argmax of each row of logits, of some rows with token masks, and of exact logits of the best
+tokens of approximate ones, by two small kernels each.
 
 Of equal logits, the lowest token id is chosen. The reference implementations are in
 `kernels.sampling.sampling`.
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from kernels.launches import launch
 from kernels.sampling import ALL_MASKED, NOT_FINITE
-from kernels.sampling.sampling import MaskedRows
+from kernels.sampling.sampling import RESCORED, RUN, MaskedRows
 
 _SPLITS = 64
+_COLUMNS = 1024  # columns that `greedy_rescored` multiplies at a time
 _NOT_FINITE, _ALL_MASKED = tl.constexpr(NOT_FINITE), tl.constexpr(ALL_MASKED)
 
 
@@ -57,6 +59,32 @@ def greedy_masked(
     )
 
 
+def greedy_rescored(logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Implements `Ops.greedy_rescored`."""
+    assert logits.is_contiguous() and hidden.is_contiguous() and weight.is_contiguous()
+    num_rows, vocab_size = logits.shape
+    best = torch.empty(num_rows, RESCORED, dtype=torch.float32, device=logits.device)
+    best_id = torch.empty(num_rows, RESCORED, dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    runs = triton.cdiv(vocab_size, RESCORED * RUN)
+    _rescoring_kernel[(num_rows, RESCORED)](
+        logits,
+        hidden,
+        weight,
+        best,
+        best_id,
+        vocab_size,
+        WIDTH=hidden.shape[1],
+        SPLITS=RESCORED,
+        RUN=RUN,
+        BLOCK=RUN * triton.next_power_of_2(runs),
+        COLUMNS=_COLUMNS,
+        num_warps=4,
+    )
+    _merge_kernel[(num_rows,)](best, best_id, out, SPLITS=RESCORED, num_warps=1)
+    return out
+
+
 @triton.jit
 def _split_kernel(
     logits_ptr, best_ptr, id_ptr, vocab_size, SPLITS: tl.constexpr, BLOCK: tl.constexpr
@@ -71,6 +99,44 @@ def _split_kernel(
     top = tl.max(value)
     found = tl.min(tl.where((value == top) & inside, token, 2147483647))
     tl.store(best_ptr + row * SPLITS + split, tl.where(not_finite, float("inf"), top))
+    tl.store(id_ptr + row * SPLITS + split, tl.where(not_finite, -1, found))
+
+
+@triton.jit
+def _rescoring_kernel(
+    logits_ptr,
+    hidden_ptr,
+    weight_ptr,
+    best_ptr,
+    id_ptr,
+    vocab_size,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Finds the best token of a part of the vocabulary, and stores its id and its exact logit."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index = tl.arange(0, BLOCK)
+    token = (index // RUN * SPLITS + split) * RUN + index % RUN
+    inside = token < vocab_size
+    value = tl.load(logits_ptr + row * vocab_size + token, mask=inside, other=0.0).to(tl.float32)
+    not_finite = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1)) > 0
+    value = tl.where(inside, value, float("-inf"))
+    found = tl.min(tl.where((value == tl.max(value)) & inside, token, 2147483647))
+    # A part without tokens, or one that is not finite, may have found none.
+    chosen = tl.where(found < vocab_size, found, 0).to(tl.int64)
+    sums = tl.zeros((COLUMNS,), tl.float32)
+    for first in range(0, WIDTH, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        x = tl.load(hidden_ptr + row * WIDTH + column, mask=column < WIDTH, other=0.0)
+        weight = tl.load(weight_ptr + chosen * WIDTH + column, mask=column < WIDTH, other=0.0)
+        sums += x.to(tl.float32) * weight.to(tl.float32)
+    exact = tl.sum(sums).to(logits_ptr.dtype.element_ty).to(tl.float32)
+    not_finite |= (tl.abs(exact) < float("inf")) == 0
+    exact = tl.where(split * RUN < vocab_size, exact, float("-inf"))
+    tl.store(best_ptr + row * SPLITS + split, tl.where(not_finite, float("inf"), exact))
     tl.store(id_ptr + row * SPLITS + split, tl.where(not_finite, -1, found))
 
 

@@ -13,9 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.sampling import ALL_MASKED, NOT_FINITE
 
+# Parts of the vocabulary whose best tokens `greedy_rescored` compares, and number of successive ids
+# that are in the same part. Frequent tokens, which have the first ids, are thus in all parts.
+RESCORED, RUN = 128, 16
 _TOP_K_STEPS = (32, 128, 1024)  # numbers of candidates to rank; for larger top_k, all are ranked
 # Rows that are sampled at the same time if all tokens are ranked, to bound the memory of a few
 # float64 copies of the logits.
@@ -111,6 +115,22 @@ def are_finite(logits: Tensor) -> Tensor:
 def greedy(logits: Tensor) -> Tensor:
     """Implements `Ops.greedy`."""
     return logits.argmax(-1).masked_fill(~are_finite(logits), NOT_FINITE).to(torch.int32)
+
+
+def greedy_rescored(logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Implements `Ops.greedy_rescored`."""
+    num_rows, vocab_size = logits.shape
+    padded = F.pad(logits, (0, -vocab_size % (RESCORED * RUN)), value=-torch.inf)
+    ids = torch.arange(padded.shape[1], device=logits.device).view(-1, RESCORED, RUN)
+    ids = ids.transpose(0, 1).flatten(1)  # by part
+    ids = ids[ids[:, 0] < vocab_size]  # without parts that have no token
+    places = padded[:, ids].argmax(-1, keepdim=True)
+    ids = ids.expand(num_rows, -1, -1).gather(2, places).squeeze(2)
+    exact = (weight[ids].float() @ hidden.float().unsqueeze(-1)).squeeze(-1).to(logits.dtype)
+    is_best = exact == exact.amax(1, keepdim=True)
+    found = torch.where(is_best, ids, vocab_size).amin(1)
+    finite = are_finite(logits) & are_finite(exact)
+    return found.masked_fill(~finite, NOT_FINITE).to(torch.int32)
 
 
 def greedy_masked(

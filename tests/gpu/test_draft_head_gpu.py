@@ -1,4 +1,4 @@
-"""Drafts of a layer for multi-token prediction on a GPU: in CUDA graphs, with weights of 8 bits.
+"""Drafts of a layer for multi-token prediction on a GPU: in CUDA graphs, with rounded weights.
 
 The checkpoints are tiny hybrid models in bf16 with sizes that the kernels support. One has random
 weights: its drafts are compared with those of the twin, the same files in float32 on the CPU,
@@ -8,6 +8,7 @@ permutation by a wide margin, so that rounding changes no token, and each draft 
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +17,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kernels.device import DeviceFacts
+from kernels.gemm.packed_weight import quantize_in_4_bits, tiled
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.run.drafting_runner import DraftingRunner
 from services.decoder.engine.schedule.chunk import Chunk
 from services.decoder.engine.schedule.sequence import Sequence
+from tests import sampling_twins
 from tests.decoder_harness import Harness, write_draft_head, write_hybrid
 from tests.gpu.decoder_2b import options
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytest.importorskip("triton")
+from kernels.gemm.packed_tiles import split_k_partials  # noqa: E402
+from kernels.gemm.skinny_gemm import summed  # noqa: E402
+from kernels.sampling.greedy import greedy_rescored  # noqa: E402
 
 VOCABULARY, HIDDEN, DRAFTS = 2048, 256, 3
 SIZES = {
@@ -113,8 +121,10 @@ def test_steps_and_drafts_run_in_graphs(random: Harness) -> None:
     print(f"\n{table}")
     assert len(random.runner.computer.graphs) == 3, "a kind of step is not captured"
     assert drafter.plans_on_device and drafter.sizes[-1] == random.runner.info.max_num_sequences
-    formats = {layer.weight_format for layer in (random.model.mtp.fc, random.model.mtp.lm_head)}
-    assert formats == {"fp8_channel"} and random.model.lm_head.is_plain
+    formats = [layer.weight_format for layer in (random.model.mtp.fc, random.model.mtp.lm_head)]
+    assert formats == ["fp8_channel", "w4a16"] and random.model.lm_head.is_plain
+    chosen = {key: table.choose(key, 1).name for key in ("w4a16_linear", "greedy_rescored")}
+    assert chosen == {"w4a16_linear": "tiles", "greedy_rescored": "triton"}
 
 
 def test_drafts_are_those_of_the_twin_in_float32(random: Harness, random_files: Path) -> None:
@@ -166,6 +176,38 @@ def test_the_host_waits_for_nothing_between_a_step_and_its_drafts(random: Harnes
     assert len(pending.result().token_ids) == len(sequences) and pending.drafts() is not None
     for sequence in sequences:
         random.finish(sequence)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("vocab_size", "width"), [(248_320, 2048), (151_936, 2560), (1024, 72)])
+def test_rescored_tokens_agree_with_their_twin(
+    vocab_size: int, width: int, dtype: torch.dtype
+) -> None:
+    sampling_twins.check_greedy_rescored(greedy_rescored, vocab_size, width, dtype, "cuda")
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("hidden", [5120, 2048])
+def test_a_copy_in_4_bits_of_true_size_finds_the_most_likely_token(hidden: int) -> None:
+    """Random weights, and hidden states that lean to three tokens each, as a trained model's."""
+    device = DeviceFacts.of(torch.device("cuda"))
+    draw = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(248_320, hidden, generator=draw, device="cuda", dtype=torch.bfloat16)
+    parts = [tiled(quantize_in_4_bits(part, 128)) for part in weight.split(1 << 14)]
+    codes = torch.cat([part.codes for part in parts])
+    coarse = replace(parts[0], codes=codes, scale=torch.cat([part.scale for part in parts], 1))
+    ids = torch.randint(0, len(weight), (64, 3), generator=draw, device="cuda")
+    x = torch.randn(64, hidden, generator=draw, device="cuda")
+    x += 5 * (weight[ids].float() / hidden**0.5).sum(1)
+    x = (x / x.square().mean(-1, keepdim=True).sqrt()).bfloat16()
+    exact = (x @ weight.T).argmax(-1)
+    for count in (1, 4, 16, 64):
+        logits = summed(split_k_partials, x[:count], coarse, device=device)
+        found = greedy_rescored(logits, x[:count], weight)
+        alone, same = (each == exact[:count] for each in (logits.argmax(-1), found))
+        print(f"\n{count} rows: 4 bits {alone.sum()}, rescored {same.sum()}")
+    assert alone.sum() < same.sum() >= 60
+    torch.cuda.empty_cache()
 
 
 # Tokens of a permutation.

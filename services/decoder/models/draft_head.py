@@ -23,6 +23,11 @@ from services.decoder.models.base import StepContext
 from services.decoder.models.stream import Stream
 from services.decoder.models.transformer import Attention, DecoderLayer, Transformer, norm_of
 
+# Format of an output layer's copy whose best tokens are compared by the model's own weights.
+COARSE = "w4a16"
+# The most tokens for which that copy is read: its kernel reads it again for each further 64.
+_COARSE_TOKENS = 64
+
 
 class DraftAttention(Attention):
     """Attention that can also store keys and values without attending."""
@@ -64,8 +69,8 @@ class DraftHead(nn.Module):
         ranks: ranks that share the model. Each has the whole of `fc`.
 
     Attributes:
-        lm_head: copy of the model's output layer in 8 bits, which is read for each draft. None if
-            the model's own output layer is used.
+        lm_head: copy of the model's output layer in 4 or 8 bits, which is read for each draft. None
+            if the model's own output layer is used.
     """
 
     def __init__(self, spec: ModelSpec, backend: AttentionBackend, ranks: Ranks = ALONE) -> None:
@@ -79,7 +84,7 @@ class DraftHead(nn.Module):
         last = text.num_layers - 1
         self.layers = nn.ModuleList([DecoderLayer(text, last, attention, ranks)])
         self.norm = norm_of(text, hidden)
-        self.lm_head: Linear | None = None  # set by `draft_head_files.quantize_output`
+        self.lm_head: Linear | None = None  # set by `draft_head_files.round_output`
 
     @property
     def layer(self) -> DecoderLayer:
@@ -121,6 +126,19 @@ class DraftHead(nn.Module):
             return model.logits(hidden)
         found = self.lm_head(hidden)
         return model.ranks.gather(found) if model.ranks.count > 1 else found
+
+    def most_likely(self, hidden: Tensor, model: Transformer) -> Tensor:
+        """Returns the most likely tokens `[T]` int32 after outputs of this layer, see `logits`.
+
+        A copy of the output layer in 4 bits only finds candidates: the model's own weights decide
+        among them.
+        """
+        if self.lm_head is None or self.lm_head.weight_format != COARSE:
+            return model.ops.greedy(self.logits(hidden, model))
+        if len(hidden) > _COARSE_TOKENS:
+            return model.ops.greedy(model.logits(hidden))
+        own = model.embed_tokens if model.lm_head is None else model.lm_head
+        return model.ops.greedy_rescored(self.lm_head(hidden), hidden, own.weight)
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """Returns the outputs `[T, hidden]` after the layer's own norm; see `inputs` for `x`."""

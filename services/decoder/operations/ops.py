@@ -239,6 +239,20 @@ class Ops:
         """
         return self.table.call("greedy", logits)
 
+    def greedy_rescored(self, logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Returns the most likely token ids `[B]` int32, found by approximate logits.
+
+        The vocabulary is divided into 128 parts. The exact logits of the best token of each part
+        decide, so the approximation only has to find the best token among those of its part. A row
+        that is not finite gets `NOT_FINITE`.
+
+        Args:
+            logits: `[B, vocab_size]`, contiguous, approximate logits.
+            hidden: `[B, K]`, contiguous, hidden states that the logits belong to.
+            weight: `[vocab_size, K]`, contiguous, exact weight of the output layer.
+        """
+        return self.table.call("greedy_rescored", logits, hidden, weight)
+
     def greedy_masked(
         self, logits: Tensor, masked: MaskedRows, token_ids: Tensor, last_tokens: Tensor
     ) -> None:

@@ -445,6 +445,7 @@ ROWS: Sequence[Row] = (
     ),
     Row("logits", "plain", _plain(plain.linear)),
     *_twins("greedy", "sampling.greedy", sampling.greedy),
+    *_twins("greedy_rescored", "sampling.greedy", sampling.greedy_rescored),
     *_twins("greedy_masked", "sampling.greedy", sampling.greedy_masked),
     *_twins("penalize", "sampling.penalties", sampling.penalize),
     *_twins("count_tokens", "sampling.penalties", sampling.count_tokens),

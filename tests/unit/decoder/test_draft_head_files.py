@@ -22,7 +22,7 @@ from services.decoder.models.draft_head import DraftHead
 from services.decoder.models.draft_head_files import (
     add_draft_head,
     quantize_layer,
-    quantize_output,
+    round_output,
     with_draft_head,
 )
 from services.decoder.models.transformer import Transformer
@@ -161,9 +161,14 @@ def test_a_head_computes_in_bfloat16(source: Path) -> None:
     assert len(tokens_of(source, max_drafts=3, dtype="bfloat16")) == 30
 
 
-def test_drafts_read_eight_bits_and_the_model_its_own(tmp_path: Path) -> None:
-    """As on a GPU: the layer's matrices and a copy of the output layer, rounded by rows."""
-    directory = write_draft_head(write_hybrid(tmp_path, hidden_size=128, vocab_size=512))
+@pytest.mark.parametrize(("vocab_size", "of_output"), [(512, "w4a16"), (528, "fp8_channel")])
+def test_drafts_read_rounded_weights_and_the_model_its_own(
+    tmp_path: Path, vocab_size: int, of_output: str
+) -> None:
+    """As on a GPU: the layer's matrices in 8 bits, and a copy of the output layer in 4, or in 8 if
+    its sizes are not those of tiles.
+    """
+    directory = write_draft_head(write_hybrid(tmp_path, hidden_size=128, vocab_size=vocab_size))
     spec = with_draft_head(read_spec(directory))
     checkpoint = Checkpoint.open(directory)
     with torch.device("meta"):
@@ -173,21 +178,31 @@ def test_drafts_read_eight_bits_and_the_model_its_own(tmp_path: Path) -> None:
     load_weights(
         model, checkpoint, model.weight_map, device="cpu", dtype=torch.float32, spec=spec.checkpoint
     )
-    quantize_output(model)
+    round_output(model)
     formats = {
         name: layer.weight_format
         for name, layer in model.named_modules()
         if isinstance(layer, Linear)
     }
     rounded = {name for name, each in formats.items() if each == "fp8_channel"}
-    assert rounded == {name for name in formats if name.startswith("mtp.")}
-    assert {"mtp.fc", "mtp.lm_head", "mtp.layers.0.mlp.down_proj"} < rounded
-    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
+    of_layer = {name for name in formats if name.startswith("mtp.")} - {"mtp.lm_head"}
+    assert {"mtp.fc", "mtp.layers.0.mlp.down_proj"} < of_layer
+    assert rounded - {"mtp.lm_head"} == of_layer and formats["mtp.lm_head"] == of_output
+    x = torch.randn(100, 128, generator=torch.Generator().manual_seed(0))
     head, own = model.get_submodule("mtp"), model.lm_head
     assert isinstance(head, DraftHead) and own is not None
     exact = model.logits(x)
     found = head.logits(x, model)
-    assert 0 < (found - exact).norm() / exact.norm() < 0.04  # three bits behind the point
+    error = (found - exact).norm() / exact.norm()
+    if of_output == "w4a16":
+        best, most_likely = exact[:64].argmax(1), head.most_likely(x[:64], model)
+        is_right, was_right = most_likely == best, found[:64].argmax(1) == best
+        assert was_right.sum() < 60 < 62 <= is_right.sum(), "the model's own rows do not decide"
+        assert torch.equal(head.most_likely(x, model), exact.argmax(1).int())
+        assert 0.05 < error < 0.2
+    else:
+        assert torch.equal(head.most_likely(x, model), found.argmax(1).int())
+        assert 0 < error < 0.04  # three bits behind the point
     files = load_file(directory / "model.safetensors")
     assert torch.equal(own.weight, files["lm_head.weight"])
 

@@ -180,6 +180,7 @@ def check_rows(count: int, width: int) -> None:
     logits[3] = 0.5  # all equal: the first wins
     assert torch.equal(greedy.greedy(logits), sampling.greedy(logits))
     sampling_twins.check_greedy_masked(greedy.greedy_masked, torch.randn(9, width))
+    sampling_twins.check_greedy_rescored(greedy.greedy_rescored, width, 72, torch.float32, "cpu")
 
 
 def check_gemv(width: int, rows: int, config: GemvConfig | None) -> None:
@@ -270,9 +271,9 @@ def check_sampling() -> None:
 class SamplingOps(PlainOps):
     """Plain but for sampling and penalties."""
 
-    sample = staticmethod(top_k_top_p_sampling.sample)
-    penalize = staticmethod(penalties.penalize)
-    count_tokens = staticmethod(penalties.count_tokens)
+    sample = staticmethod(top_k_top_p_sampling.sample)  # pyright: ignore[reportAssignmentType]
+    penalize = staticmethod(penalties.penalize)  # pyright: ignore[reportAssignmentType]
+    count_tokens = staticmethod(penalties.count_tokens)  # pyright: ignore[reportAssignmentType]
 
 
 def check_sampler(logits: Tensor, params: list[SamplingParams]) -> None:
@@ -290,7 +291,7 @@ def check_sampler(logits: Tensor, params: list[SamplingParams]) -> None:
             staging.begin()
             inputs = sampler.prepare(rows, np.full(count, step), staging, SampleStep())
             staging.upload()
-            assert inputs is not None
+            assert isinstance(inputs, sampling.SamplingInputs)
             found[-1].append(sampler.sample(logits.roll(step, 0), inputs).token_ids.tolist())
     assert found[0] == found[1]
 

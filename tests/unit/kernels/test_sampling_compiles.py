@@ -2,6 +2,8 @@
 compares them with their twins, does not check types.
 """
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -74,4 +76,20 @@ def test_greedy_kernels_under_masks_compile(gpu: str, dtype: torch.dtype) -> Non
             torch.zeros(2, VOCAB_SIZE, dtype=dtype), masked, token_ids, token_ids.clone()
         )
     assert [launch.name for launch in launches] == ["_masked_split_kernel", "_masked_merge_kernel"]
+    assert all(launch.shared_bytes <= facts.shared_memory_bytes for launch in launches)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("gpu", first(2, GPUS))
+@pytest.mark.parametrize("width", [2048, 5120])
+def test_kernels_of_rescored_tokens_compile(gpu: str, width: int) -> None:
+    facts = KNOWN_DEVICES[gpu]
+    weight = torch.empty(1, dtype=torch.bfloat16).expand(VOCAB_SIZE, width)
+    with (
+        mock.patch.object(torch.Tensor, "is_contiguous", return_value=True),
+        compiled_launches(facts) as launches,
+    ):
+        logits, hidden = weight[:1, :1].expand(2, VOCAB_SIZE), weight[:2]
+        greedy.greedy_rescored(logits, hidden, weight)
+    assert [launch.name for launch in launches] == ["_rescoring_kernel", "_merge_kernel"]
     assert all(launch.shared_bytes <= facts.shared_memory_bytes for launch in launches)

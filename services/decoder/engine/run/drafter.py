@@ -246,7 +246,7 @@ class Drafter:
         for context in contexts:
             embedded = F.embedding(ids, self._model.embed_tokens.weight)
             hidden = self._head(self._head.inputs(embedded, hidden, context), context)
-            ids = self._model.ops.greedy(self._head.logits(hidden, self._model)).clamp(min=0)
+            ids = self._head.most_likely(hidden, self._model).clamp(min=0)
             self._model.ranks.broadcast(ids)  # rank 0 alone has whole logits
             drafts.append(ids)
         return torch.stack(drafts).where(is_stored, -1).int().T.contiguous()

@@ -70,8 +70,8 @@ from services.decoder.models.draft_head import DraftHead
 from services.decoder.models.draft_head_files import (
     add_draft_head,
     quantize_layer,
-    quantize_output,
     read_elsewhere,
+    round_output,
     with_draft_head,
 )
 from services.decoder.models.kv_scales import finish_scales, ignore_query_scales, read_scales
@@ -286,7 +286,7 @@ def _load(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
         )
     if is_rounded:
-        quantize_output(model)
+        round_output(model)
     # The formats of the weights decide which kernels can read them, and are known now.
     formats = rows_of_layers(model.layers)
     if isinstance(head := getattr(model, DRAFT_HEAD, None), DraftHead):
