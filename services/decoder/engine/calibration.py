@@ -30,8 +30,11 @@ _PROMPT = _CONTEXT = 1024
 # Number of steps of each size, one right behind the other, and of those that do not count. A GPU at
 # its power limit lowers its clock after some steps, and lowers it more if tiles fill all SMs.
 _STEPS, _SETTLING = 8, 3
-# The time for sizes is this many times the time for the other steps.
-_SIZES_SHARE = 2
+# A model for search is at full load for as long as documents are embedded. Milliseconds of load
+# before its first size, and the least milliseconds of each size.
+_HEAT_MS, _SIZE_MS = 500, 250
+# The time for sizes is this many times the time for the other steps, and for a model for search.
+_SIZES_SHARE, _SEARCH_SIZES_SHARE = 2, 4
 # A time per token up to this many times the least is as good as the least.
 _NEARLY = 1.03
 
@@ -74,7 +77,8 @@ def measured_cost(
 
     The steps are decodes of one row and of many rows, prompts of several lengths, and a prompt that
     continues behind a long context. The engine runs them, and so the graphs and kernels that serve.
-    Then steps of several sizes are compared, in twice as much time.
+    Then steps of several sizes are compared, in twice as much time, or in four times as much for a
+    model for search.
 
     Args:
         runner: the runner of a loaded model.
@@ -106,7 +110,7 @@ def measured_cost(
     cost = StepCost(info.num_weight_tokens, info.expert_share)
     cost.fit(list(timings.steps.values()))
     bound_ms = cost.default_step_ms if step_ms is None else step_ms
-    sizes_s = _SIZES_SHARE * budget_s
+    sizes_s = budget_s * (_SIZES_SHARE if info.task == "generate" else _SEARCH_SIZES_SHARE)
     cost.efficient_tokens = _efficient_tokens(runner, cost, sizes_s, bound_ms, clock)
     return cost
 
@@ -116,31 +120,38 @@ def _efficient_tokens(
 ) -> int:
     """Returns the smallest size of a step that takes nearly the least time per token.
 
-    Sizes are compared that last at most `step_ms` with decodes beside the prompts. If the largest
-    of them is the best, there is no bound, and the result is `sys.maxsize`.
+    Sizes are compared that last at most `step_ms`, with decodes beside the prompts unless the model
+    is one for search. If the largest of them is the best, there is no bound, and the result is
+    `sys.maxsize`.
 
     A GPU's GEMM tiles fill all SMs only at some sizes: a step of 1,056 tokens of an 8B model takes
     a sixth longer than a step of 1,024 tokens. Several steps of a size are timed one right behind
-    the other, because a GPU is slower under load than in a single step.
+    the other, because a GPU is slower under load than in a single step. For a model for search, the
+    load before the first size and that of each size last long enough for its power limit to hold.
     """
     timings, info = _SizeTimings(), runner.info
+    is_search = info.task != "generate"
+    rows, size_ms = (0, _SIZE_MS) if is_search else (_ROWS, 0)
     engine = _engine(runner, timings, clock)
     began, ms_per_token = clock(), dict[int, float]()
     most = min(info.max_batched_tokens, info.num_blocks * info.block_size)
     for size in [size for size in _SIZES if size <= most]:
         count = -(-size // _PROMPT)
-        served = StepLoad(_ROWS, keys=_ROWS * _CONTEXT)
+        served = StepLoad(rows, keys=rows * _CONTEXT)
         for _ in range(count):
             served.add_chunk(0, size // count)
         ms, left_ms = cost.predict(served), 1e3 * (budget_s + began - clock())
         fits = count <= info.max_num_sequences and size // count < info.max_model_len
-        if not fits or ms > step_ms or _STEPS * ms > left_ms:
+        heat_ms = _HEAT_MS if is_search and not ms_per_token else 0
+        steps = max(_STEPS, math.ceil((size_ms + heat_ms) / max(ms, 1.0)))
+        if not fits or ms > step_ms or steps * ms > left_ms:
             break
         timings.ms, timings.efficient_tokens = [], size
-        _run(engine, _STEPS * count, size // count, num_tokens=1)
+        _run(engine, steps * count, size // count, num_tokens=1)
         # With too few blocks, the prompts were computed in two steps, neither of which is this
         # size.
-        ms_per_token[size] = statistics.median(timings.ms[_SETTLING:] or [math.inf]) / size
+        settling = max(_SETTLING, len(timings.ms) // 2 if is_search else 0)
+        ms_per_token[size] = statistics.median(timings.ms[settling:] or [math.inf]) / size
     nearly = _NEARLY * min(ms_per_token.values(), default=0.0)
     best = next((size for size, ms in ms_per_token.items() if ms <= nearly), sys.maxsize)
     return best if best < max(ms_per_token, default=0) else sys.maxsize

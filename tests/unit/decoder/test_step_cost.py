@@ -282,6 +282,35 @@ def test_sizes_are_compared_by_the_times_of_steps_under_load() -> None:
     assert measured_cost(runner, 60.0, 60.0, lambda: now).efficient_tokens == 1536
 
 
+@pytest.mark.parametrize(("task", "efficient"), [("generate", 896), ("embed", 1536)])
+def test_sizes_of_a_search_are_compared_when_the_power_limit_holds(
+    task: str, efficient: int
+) -> None:
+    """A device whose steps take 4 ms longer once it was busy for 0.4 s."""
+    now, busy_ms = 0.0, 0.0
+
+    def compute(step: Step) -> None:
+        nonlocal now, busy_ms
+        tokens = sum(step.compute.lengths)
+        ms = max(4.0, 0.02 * tokens)
+        if busy_ms > 400:
+            ms += 4.0
+        busy_ms += ms if tokens >= 800 else -busy_ms  # few tokens let it cool
+        now += ms / 1e3
+
+    runner = FakeRunner(
+        runner_info(
+            num_blocks=3000,
+            max_model_len=2000,
+            max_batched_tokens=8192,
+            num_weight_tokens=10**9,
+            task=task,
+        )
+    )
+    runner.on_execute = compute
+    assert measured_cost(runner, 4.0, 40.0, lambda: now).efficient_tokens == efficient
+
+
 def test_what_takes_too_long_is_not_timed() -> None:
     runner = FakeRunner(runner_info(num_blocks=600, max_model_len=2000, max_batched_tokens=1024))
     assert measured_cost(runner, budget_s=0.0, step_ms=40.0).predict(SERVED[0]) > 0
