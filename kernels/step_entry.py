@@ -1,8 +1,8 @@
-"""Two Triton kernels that prepare a step's tokens, slots, lengths and rotary tables.
+"""Triton kernels that prepare the tokens, slots, lengths and rotary tables of a step and of drafts.
 
 In plain torch this would take about forty launches of two microseconds each, which is 6 % of a
 decode step of one token. The reference implementations are `enter_step` and `rope_and_rows` of
-`kernels.plain`.
+`kernels.plain`, and `kernels.draft_places`.
 """
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.attention.heads import Rotary
 from kernels.dependent_launch import wait_for_earlier
+from kernels.draft_places import DraftPlaces, KeptHidden, OfDraftGroup
 from kernels.rows import MAX_CHANGING_CHUNKS, DeviceRows, EnteredStep, StepEntry
 
 _BLOCK = 256
@@ -75,6 +76,99 @@ def rope_and_rows(
         launch_pdl=pdl > 0,
     )
     return (cos, sin), rows
+
+
+def draft_places(
+    groups: Tensor, sampled: Tensor, kept: KeptHidden, blocks: Tensor, count: int, block_size: int
+) -> DraftPlaces:
+    """Implements `Ops.draft_places`."""
+    assert groups.is_contiguous() and blocks.is_contiguous()
+    assert kept.hidden.is_contiguous() and kept.positions.is_contiguous()
+    fields, size = groups.shape
+    width, max_drafts = kept.hidden.shape[1], fields - OfDraftGroup.DRAFT
+    found = DraftPlaces(
+        hidden=kept.hidden.new_empty(size, width),
+        ids=groups.new_empty(size),
+        positions=groups.new_empty(count, 3, size),
+        slots=groups.new_empty(count, size, dtype=torch.int64),
+        lengths=groups.new_empty(count, size),
+        firsts=groups.new_empty(size),
+    )
+    _draft_kernel[(size,)](
+        groups,
+        sampled,
+        *kept,
+        blocks,
+        *found,
+        size,
+        blocks.shape[1],
+        WIDTH=width,
+        DRAFTS=max_drafts,
+        MOST_DRAFTS=triton.next_power_of_2(max_drafts),
+        COUNT=count,
+        MOST=triton.next_power_of_2(count),
+        BLOCK_SIZE=block_size,
+        COLUMNS=1024,
+        num_warps=4,
+    )
+    return found
+
+
+@triton.jit(do_not_specialize=["size", "max_blocks"])
+def _draft_kernel(
+    groups_ptr,
+    sampled_ptr,
+    kept_ptr,
+    kept_positions_ptr,
+    blocks_ptr,
+    hidden_ptr,
+    ids_ptr,
+    positions_ptr,
+    slots_ptr,
+    lengths_ptr,
+    firsts_ptr,
+    size,
+    max_blocks,
+    WIDTH: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    MOST_DRAFTS: tl.constexpr,
+    COUNT: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Finds the accepted drafts of a group, and prepares the drafts behind them."""
+    group = tl.program_id(0)
+    row = tl.load(groups_ptr + group)
+    sample = tl.load(groups_ptr + size + group)
+    index = tl.load(groups_ptr + 2 * size + group)
+    capacity = tl.load(groups_ptr + 3 * size + group)
+    draft = tl.arange(0, MOST_DRAFTS)
+    inside = draft < DRAFTS
+    given = tl.load(groups_ptr + (4 + draft) * size + group, mask=inside, other=0)
+    token = tl.load(sampled_ptr + sample + draft, mask=inside, other=0)
+    accepted = tl.min(tl.where(inside & (token == given), DRAFTS, draft))
+    tl.store(ids_ptr + group, tl.maximum(tl.load(sampled_ptr + sample + accepted), 0))
+    tl.store(firsts_ptr + group, row * max_blocks)
+    place = tl.arange(0, MOST)
+    is_place = place < COUNT
+    at = index + accepted + place
+    is_stored = is_place & (at >= 0) & (at < capacity)
+    table = blocks_ptr + row.to(tl.int64) * max_blocks
+    last = max_blocks - 1
+    block = tl.load(table + tl.minimum(at // BLOCK_SIZE, last), mask=is_stored, other=0)
+    slot = tl.where(is_stored, block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE, -1)
+    tl.store(slots_ptr + place * size + group, slot, mask=is_place)
+    length = tl.maximum(tl.minimum(at + 1, capacity), 1)
+    tl.store(lengths_ptr + place * size + group, length, mask=is_place)
+    kept = row.to(tl.int64) * (1 + DRAFTS) + accepted
+    for axis in tl.static_range(3):
+        position = tl.load(kept_positions_ptr + kept * 3 + axis)
+        tl.store(positions_ptr + (place * 3 + axis) * size + group, position + place, mask=is_place)
+    for first in range(0, WIDTH, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        state = tl.load(kept_ptr + kept * WIDTH + column, mask=column < WIDTH)
+        tl.store(hidden_ptr + group.to(tl.int64) * WIDTH + column, state, mask=column < WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_chunks"])

@@ -1,11 +1,11 @@
-"""Random steps for `enter_step`, and the check against its plain twin."""
+"""Random steps for `enter_step` and `draft_places`, and the checks against their plain twins."""
 
 from collections.abc import Callable
 from dataclasses import fields
 
 import torch
 
-from kernels import plain
+from kernels import draft_places, plain
 from kernels.rows import MAX_CHANGING_CHUNKS, DeviceRows, EnteredStep, StepEntry
 
 BLOCK_SIZE, MAX_BLOCKS, ROWS = 16, 40, 300
@@ -57,3 +57,45 @@ def check_step_entry(enter: Callable[..., None], count: int, device: str) -> Non
         for rows in (ours, twins):  # tokens that the step samples
             rows.last_tokens[:ROWS] = integers(1000, ROWS).to(device)
         twins.last_tokens.copy_(ours.last_tokens)
+
+
+def check_draft_places(
+    kernel: Callable[..., draft_places.DraftPlaces],
+    size: int,
+    sizes: tuple[int, int, int],
+    device: str,
+) -> None:
+    """Groups of which none to all drafts are accepted, some of them without blocks, and padding."""
+    count, max_drafts, width = sizes
+    draw = torch.Generator().manual_seed(size + max_drafts)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=draw, dtype=torch.int32)
+
+    per_row = 1 + max_drafts
+    num_accepted = integers(0, per_row, size)
+    sampled = integers(0, 1000, size * per_row + per_row)
+    sampled[::7] = -1
+    index = integers(0, (MAX_BLOCKS - 1) * BLOCK_SIZE, size)
+    capacity = ((index + integers(-4, 12, size)) // BLOCK_SIZE + 1) * BLOCK_SIZE
+    groups = torch.zeros(4 + max_drafts, size, dtype=torch.int32)
+    groups[0] = torch.randperm(ROWS, generator=draw)[:size].int()
+    groups[1] = torch.arange(size) * per_row
+    groups[2], groups[3] = index, capacity
+    for group, number in enumerate(num_accepted.tolist()):
+        drafts = sampled[group * per_row :][:max_drafts].clone()
+        drafts[number:] = -(1 << 31)
+        groups[4:, group] = drafts
+    groups[2:4, -1] = 0  # as padding, without blocks
+    kept = draft_places.KeptHidden(
+        torch.randn((ROWS + 1) * per_row, width, generator=draw).to(device),
+        integers(0, 5000, (ROWS + 1) * per_row, 3).to(device),
+    )
+    blocks = integers(0, 900, ROWS + 1, MAX_BLOCKS).to(device)
+    arguments = groups.to(device), sampled.to(device), kept, blocks, count, BLOCK_SIZE
+    found, expected = kernel(*arguments), draft_places.draft_places(*arguments)
+    for name, ours, twin in zip(expected._fields, found, expected, strict=True):
+        assert ours.dtype == twin.dtype and torch.equal(ours, twin), name
+    assert (found.slots >= 0).any() and (found.slots < 0).any()
+    at = groups[0].long() * per_row + num_accepted
+    assert torch.equal(found.hidden, kept.hidden[at.to(device)])

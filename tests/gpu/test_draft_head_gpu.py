@@ -27,12 +27,14 @@ from services.decoder.engine.schedule.sequence import Sequence
 from tests import sampling_twins
 from tests.decoder_harness import Harness, write_draft_head, write_hybrid
 from tests.gpu.decoder_2b import options
+from tests.step_entries import check_draft_places
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 pytest.importorskip("triton")
 from kernels.gemm.packed_tiles import split_k_partials  # noqa: E402
 from kernels.gemm.skinny_gemm import summed  # noqa: E402
 from kernels.sampling.greedy import greedy_rescored  # noqa: E402
+from kernels.step_entry import draft_places  # noqa: E402
 
 VOCABULARY, HIDDEN, DRAFTS = 2048, 256, 3
 SIZES = {
@@ -123,8 +125,8 @@ def test_steps_and_drafts_run_in_graphs(random: Harness) -> None:
     assert drafter.plans_on_device and drafter.sizes[-1] == random.runner.info.max_num_sequences
     formats = [layer.weight_format for layer in (random.model.mtp.fc, random.model.mtp.lm_head)]
     assert formats == ["fp8_channel", "w4a16"] and random.model.lm_head.is_plain
-    chosen = {key: table.choose(key, 1).name for key in ("w4a16_linear", "greedy_rescored")}
-    assert chosen == {"w4a16_linear": "tiles", "greedy_rescored": "triton"}
+    kernels = {"w4a16_linear": "tiles", "greedy_rescored": "triton", "draft_places": "triton"}
+    assert {key: table.choose(key, 1).name for key in kernels} == kernels
 
 
 def test_drafts_are_those_of_the_twin_in_float32(random: Harness, random_files: Path) -> None:
@@ -208,6 +210,12 @@ def test_a_copy_in_4_bits_of_true_size_finds_the_most_likely_token(hidden: int) 
         print(f"\n{count} rows: 4 bits {alone.sum()}, rescored {same.sum()}")
     assert alone.sum() < same.sum() >= 60
     torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("sizes", [(3, 8, 5120), (3, 3, 2048), (1, 1, 72)])
+@pytest.mark.parametrize("size", [9, 40, 256])
+def test_places_of_drafts_agree_with_their_twin(size: int, sizes: tuple[int, int, int]) -> None:
+    check_draft_places(draft_places, size, sizes, "cuda")
 
 
 # Tokens of a permutation.

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.attention.attention_tuning import size_class
 from kernels.attention.heads import Rotary
 from kernels.device import DeviceFacts
+from kernels.draft_places import DraftPlaces, KeptHidden
 from kernels.rows import DeviceRows, EnteredStep, StepEntry
 from kernels.sampling.sampling import MaskedRows, SamplingInputs
 from services.common.model_spec import TextSpec
@@ -177,6 +178,31 @@ class Ops:
         """
         return self.table.call(
             "rope_and_rows", positions, slots, rope, dtype, block_size, num_tokens=len(slots)
+        )
+
+    def draft_places(
+        self,
+        groups: Tensor,
+        sampled: Tensor,
+        kept: KeptHidden,
+        blocks: Tensor,
+        count: int,
+        block_size: int,
+    ) -> DraftPlaces:
+        """Finds the drafts that are accepted, and returns the inputs of the drafts behind them.
+
+        Args:
+            groups: `[4 + max_drafts, G]` int32, see `OfDraftGroup`.
+            sampled: int32, the sampled tokens. At least `max_drafts` more elements follow them.
+            kept: what rows keep of the step.
+            blocks: `[R + 1, max_blocks]` int32, blocks of each row.
+            count: number of drafts.
+            block_size: tokens per KV block.
+        """
+        return self.table.call(
+            "draft_places",
+            *(groups, sampled, kept, blocks, count, block_size),
+            num_tokens=groups.shape[1],
         )
 
     # Attention.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import plain, tuning
+from kernels import draft_places, plain, tuning
 from kernels.adapters import plain as adapters
 from kernels.adapters.factors import AdapterRows
 from kernels.attention import attention_tuning
@@ -445,6 +445,7 @@ ROWS: Sequence[Row] = (
     ),
     Row("logits", "plain", _plain(plain.linear)),
     *_twins("greedy", "sampling.greedy", sampling.greedy),
+    *_twins("draft_places", "step_entry", draft_places.draft_places),
     *_twins("greedy_rescored", "sampling.greedy", sampling.greedy_rescored),
     *_twins("greedy_masked", "sampling.greedy", sampling.greedy_masked),
     *_twins("penalize", "sampling.penalties", sampling.penalize),

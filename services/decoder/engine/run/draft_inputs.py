@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from kernels.draft_places import OfDraftGroup
 from kernels.rows import OfChunk, OfToken
 from services.decoder.engine.run.step_inputs import DraftArrays, IntArray, StepInputs
 from services.decoder.engine.step import Int32Array
@@ -43,20 +44,6 @@ class OfDraftChunk:
 
     LAST, KEPT = 0, 1
     COUNT = 2
-
-
-class OfDraftGroup:
-    """Indices of the fields in `DraftArrays.groups`. A group is the samples of one row.
-
-    Attributes:
-        ROW: row of the sequence.
-        SAMPLE: index of the group's first sample.
-        INDEX: index in the sequence of the token before that sample.
-        CAPACITY: number of tokens for which the row has blocks.
-        DRAFT: first of the fields with the drafts that the step verifies; `NO_DRAFT` behind them.
-    """
-
-    ROW, SAMPLE, INDEX, CAPACITY, DRAFT = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.draft_places import KeptHidden, OfDraftGroup
 from kernels.rows import EnteredStep
 from services.common.nn.dispatch import CapturedCalls
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
@@ -27,7 +28,6 @@ from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.run.draft_inputs import (
     DraftEntry,
     OfDraftChunk,
-    OfDraftGroup,
     OfDraftToken,
     lay_out,
     padded,
@@ -215,30 +215,16 @@ class Drafter:
 
     def draft_groups(self, size: int) -> Tensor:
         """Drafts tokens `[size, num_drafts]` int32 behind the accepted ones of so many groups."""
-        groups, count, device = self.groups(size), self.num_drafts, self._groups.device
-        given = groups[OfDraftGroup.DRAFT :].T
-        samples = groups[OfDraftGroup.SAMPLE][:, None]
-        following = samples + torch.arange(self._max_drafts, device=device)
-        matches = (self._sampled[following] == given).int()
-        accepted = matches.cumprod(1).sum(1)  # [size] int64
-        rows = groups[OfDraftGroup.ROW].long()
-        kept = rows * (1 + self._max_drafts) + accepted
-        hidden = self._hidden[kept]
-        ids = self._sampled[samples[:, 0] + accepted].clamp(min=0)
-        # By draft and row: the position whose keys and values a draft stores, and its context.
-        places = torch.arange(count, device=device)[:, None]
-        index = groups[OfDraftGroup.INDEX] + accepted + places
-        capacity = groups[OfDraftGroup.CAPACITY]
-        is_stored = index < capacity
-        slots = self._slots(rows.expand(count, -1), index).where(is_stored, -1)
-        lengths = torch.minimum(index + 1, capacity).clamp(min=1).int()
-        positions = self._positions[kept].T[:, None] + places  # [3, drafts, size]
-        firsts = (rows * self._blocks.shape[1]).int()
+        count, kept = self.num_drafts, KeptHidden(self._hidden, self._positions)
+        found = self._model.ops.draft_places(
+            self.groups(size), self._sampled, kept, self._blocks, count, self._block_size
+        )
+        hidden, ids, slots = found.hidden, found.ids, found.slots
         contexts = [
             self._context(
-                positions[:, place].int().contiguous(),
+                found.positions[place],
                 slots[place],
-                self._metadata(slots[place], lengths[place], firsts),
+                self._metadata(slots[place], found.lengths[place], found.firsts),
             )
             for place in range(count)
         ]
@@ -249,7 +235,7 @@ class Drafter:
             ids = self._head.most_likely(hidden, self._model).clamp(min=0)
             self._model.ranks.broadcast(ids)  # rank 0 alone has whole logits
             drafts.append(ids)
-        return torch.stack(drafts).where(is_stored, -1).int().T.contiguous()
+        return torch.stack(drafts).where(slots >= 0, -1).int().T.contiguous()
 
     @property
     def plans_on_device(self) -> bool:
