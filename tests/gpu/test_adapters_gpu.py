@@ -2,9 +2,9 @@
 
 Tolerances. The products of shrink are rounded to bf16 once, as is the output: the change of a layer
 differs from float64 by at most 2^-8 = 4e-3 of its norm for each rounding. Answers of engines are
-compared by logits, as in `test_decoder_graphs`: GEMMs of another size differ by up to 5e-2. With
-quantized weights, a graph and an eager step may have kernels that round activations differently.
-Answers with drafts are scored by the model without drafts, as in `test_draft_kernels_gpu`.
+compared by logits, as in `test_decoder_graphs`: GEMMs of another size differ by up to 5e-2, and
+with quantized weights by up to `LIMITS`. Answers with drafts are scored by the model without
+drafts, as in `test_draft_kernels_gpu`.
 
 Each engine here takes less than 3 GB.
 """
@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from benchmarks.adapters import write_adapter, write_model
@@ -250,9 +251,20 @@ def test_a_graph_with_adapters_agrees_with_the_reference(
 
 
 def reference(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, slots: list[int], ids: list[list[int]]
+    harness: Harness,
+    monkeypatch: pytest.MonkeyPatch,
+    slots: list[int],
+    ids: list[list[int]],
+    *,
+    is_plain: bool = True,
+    without: str = "",
 ) -> Tensor:
-    """Logits of the step of `replayed`, run eagerly with shrink and expand in plain torch."""
+    """Logits of the step of `replayed`, run eagerly.
+
+    Args:
+        is_plain: True if shrink and expand are in plain torch.
+        without: name of a kernel of `project` that is not used.
+    """
     running = [
         harness.start([token % 4000 for token in prompt], row, adapter=slot)
         for row, (prompt, slot) in enumerate(zip(ids, slots, strict=True))
@@ -265,7 +277,11 @@ def reference(
     with monkeypatch.context() as patch:
         found = [each for each in ops.table._operations["adapted_gemv"] if each.name in twins]
         patch.setitem(ops.table._operations, "adapted_gemv", found)
-        for name in names:
+        for key, rows in list(ops.table._operations.items()):
+            if key.startswith("project"):  # of each weight format
+                left = [each for each in rows if each.name != without]
+                patch.setitem(ops.table._operations, key, left)
+        for name in names if is_plain else ():
             found = [each for each in ops.table._operations[name] if each.name == "plain"]
             assert len(ops.table._operations[name]) == 2, f"{name}: Triton was dropped"
             patch.setitem(ops.table._operations, name, found)
@@ -303,6 +319,20 @@ FORMATS = {
     "FP8": fp8_checkpoints.FP8_BLOCK,
     "W4A16": packed_checkpoints.compressed(128, symmetric=False),
 }
+# FP8 kernels for several tokens round activations to e4m3, which has 3 bits of mantissa. A value
+# near the middle of two codes takes either if an earlier sum is rounded otherwise. In plain torch
+# on a CPU, the logits of eight rows of this model differ by 0.057 to 0.067 if only the changes of
+# adapters are rounded otherwise, and by 0.090 to 0.102 from those whose activations are not
+# quantized. So two independent roundings differ by up to 0.102 * sqrt(2) = 0.144. Without quantized
+# activations, the first difference is 0.011. An adapter changes the logits by 0.49 and more.
+LIMITS = {"FP8": 0.2, "W4A16": 0.1}
+QUANTIZES = "fp8_skinny_w8a8"  # kernel of `project`
+
+
+def of_each_row(actual: Tensor, expected: Tensor) -> list[float]:
+    """Relative L2 of each row."""
+    pairs = zip(actual.split(1), expected.split(1), strict=True)
+    return [round(relative(*pair), 4) for pair in pairs]
 
 
 def small(**changes: object) -> dict[str, object]:
@@ -318,6 +348,7 @@ def test_adapters_change_quantized_layers(
     name: str, places: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of one token and of eight, and a prompt. The control is the base model."""
+    limit = LIMITS[name]
     config = json.loads((places[0] / "config.json").read_text())
     config["quantization_config"] = FORMATS[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -329,28 +360,39 @@ def test_adapters_change_quantized_layers(
         for slots in ([2], [0, 1, 2, 3, -1, 0, 3, 2]):
             ids = prompts(len(slots))
             found = replayed(harness, slots, ids)
-            expected = reference(harness, monkeypatch, slots, ids)
-            assert relative(found, expected) < 0.1, slots
-            base = replayed(harness, [-1] * len(slots), ids)
-            for row, slot in enumerate(slots):
-                change = relative(found[row : row + 1], base[row : row + 1])
-                assert change > 0.2 if slot >= 0 else change < 0.1, slots
+            apart = of_each_row(found, reference(harness, monkeypatch, slots, ids))
+            print(f"\n{name}, slots {slots}: {apart} from the reference")
+            assert max(apart) < (limit if len(slots) > 1 else 0.1), f"slots {slots}: {apart}"
+            if name == "FP8":
+                both = [
+                    reference(
+                        harness, monkeypatch, slots, ids, is_plain=is_plain, without=QUANTIZES
+                    )
+                    for is_plain in (False, True)
+                ]
+                apart = of_each_row(*both)
+                assert max(apart) < 5e-2, f"slots {slots} without quantized activations: {apart}"
+            changes = of_each_row(found, replayed(harness, [-1] * len(slots), ids))
+            for slot, change in zip(slots, changes, strict=True):
+                assert change > 0.3 if slot >= 0 else change < limit, f"slots {slots}: {changes}"
         sequence = harness.start(list(range(1, 200)), adapter=1)
         chunk = harness.chunk(sequence)
         eager = harness.logits(chunk)[-1:]
         harness.launch(chunk).result()
         captured = harness.runner.computer.graphs[1].logits
         assert captured is not None
-        assert relative(captured[:1], eager) < 0.1
+        (apart,) = of_each_row(captured[:1], eager)
+        assert apart < limit
     torch.cuda.empty_cache()
 
 
+LENGTH = 40  # tokens of an answer
 CLOSE = 0.5  # standard deviations of a row of logits
 DRAFT_SLOTS = [0, 1, 2, 3, -1, 2, 0, 3]
 
 
 class Drafting:
-    """Greedy requests with adapters, whose prompts repeat themselves so that lookup finds drafts.
+    """Greedy requests with adapters.
 
     Attributes:
         harness: the runner.
@@ -362,16 +404,23 @@ class Drafting:
         self.harness, self.captured, self.eager = harness, 0, 0
         self.messages: list[AddSequence] = []
         for number, slot in enumerate(DRAFT_SLOTS):
-            ids = np.random.default_rng(number).integers(1, 400, 25).astype(np.int32)
+            ids = np.random.default_rng(number).integers(1, 400, 125).astype(np.int32)
             self.messages.append(
                 AddSequence(
-                    number, np.tile(ids, 5).tobytes(), b"", 0, [], SamplingParams(max_tokens=40),
+                    number, ids.tobytes(), b"", 0, [], SamplingParams(max_tokens=LENGTH),
                     adapter=slot, cache_salt=b"%d" % slot,
                 )
             )  # fmt: skip
 
-    def run(self, sources: DraftSources | None = None) -> tuple[list[list[int]], Engine]:
-        """Returns the answers of all requests, and the engine."""
+    def run(
+        self, sources: DraftSources | None = None, predictions: list[list[int]] | None = None
+    ) -> tuple[list[list[int]], Engine]:
+        """Returns the answers of all requests, and the engine.
+
+        Args:
+            sources: sources of drafts. None if there are no drafts.
+            predictions: the clients' prediction of each answer. None if there are none.
+        """
         drafts = 0 if sources is None else 4
         runner, answers = self.harness.runner, [list[int]() for _ in self.messages]
         engine = Engine(runner, overlap=False, max_drafts=drafts, step_cost=Untimed())
@@ -387,8 +436,10 @@ class Drafting:
             return inputs
 
         with mock.patch.object(runner.computer, "stage", counted):
-            for message in self.messages:
-                engine.add(message)
+            for number, message in enumerate(self.messages):
+                predicted = [] if predictions is None else predictions[number]
+                prediction = np.array(predicted, np.int32).tobytes()
+                engine.add(structs.replace(message, prediction=prediction))
             while engine.has_work:
                 done = engine.step()
                 for event in done.events if done else []:
@@ -417,9 +468,14 @@ def test_answers_with_drafts_are_those_of_the_adapters(places: list[Path]) -> No
         expected, _ = drafting.run()
         assert max(drafting.worst_gaps(expected, DRAFT_SLOTS)) < CLOSE
         known = KnownSources(lambda m, i: from_answer(m, expected[m.sequence_id], i), 0.8)
+        # The lookup copies from a prediction, because a random model's answer repeats nothing but
+        # by chance. The prediction is the answer with a wrong token in its middle, which is
+        # rejected. Four drafts a step are at most five tokens, so 40 tokens take eight steps, all
+        # of which have drafts but those right behind the wrong token. On a CPU, 12 have.
+        wrong = [[*a[:20], (a[20] + 1) % 4000, *a[21:]] for a in expected]
         for sources in (known, Lookups()):
             drafting.captured = drafting.eager = 0
-            found, engine = drafting.run(sources)
+            found, engine = drafting.run(sources, wrong if sources is not known else None)
             drafts = engine.stats().drafts
             assert drafts is not None
             print(
@@ -427,8 +483,7 @@ def test_answers_with_drafts_are_those_of_the_adapters(places: list[Path]) -> No
                 f" {drafts.num_drafts}, {drafting.captured} steps in graphs"
             )
             assert max(drafting.worst_gaps(found, DRAFT_SLOTS)) < CLOSE
-            assert drafts.num_accepted > 50 or sources is not known
-            assert drafts.num_drafts > 0
+            assert drafts.num_accepted > 50
             if harness.runner.info.on_gpu:
                 assert drafting.captured > 5 and not drafting.eager
         others = [-1 if slot >= 0 else 0 for slot in DRAFT_SLOTS]
