@@ -1,8 +1,8 @@
 """First tokens of requests beside a batch: `python -m benchmarks.beside_batch --url URL`.
 
-Requests arrive at random times, alone and beside a batch of many lines, in phases that take turns.
-Printed are the times to the first token of both kinds of phases, their ratio at the 99th
-percentile, and how many lines of the batch ran.
+Requests arrive at random times, alone and beside a batch of many lines, in phases that take turns
+and have the same times of arrival. Printed are the times to the first token of both kinds of
+phases, their ratio at the 99th percentile, and how many lines of the batch ran.
 """
 
 import argparse
@@ -76,6 +76,7 @@ async def phase(
     rate: float,
     seconds: float,
     seed: int,
+    arrival_seed: int,
     *,
     num_words: int = 200,
     num_tokens: int = 8,
@@ -87,11 +88,13 @@ async def phase(
         model: name of the model in requests.
         rate: requests a second.
         seconds: length of the phase.
-        seed: seed of the prompts and of the times between requests.
+        seed: seed of the prompts.
+        arrival_seed: seed of the times between requests.
         num_words: number of words of each prompt.
         num_tokens: number of tokens of each answer.
     """
     rng, times, tasks = random.Random(seed), list[float](), list[asyncio.Task[None]]()
+    arrivals = random.Random(arrival_seed)
 
     async def ask(text: str) -> None:
         connection = Connection(target)
@@ -104,7 +107,7 @@ async def phase(
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         tasks.append(asyncio.create_task(ask(" ".join(rng.choices(WORDS, k=num_words)))))
-        await asyncio.sleep(rng.expovariate(rate))
+        await asyncio.sleep(arrivals.expovariate(rate))
     await asyncio.gather(*tasks)
     return times
 
@@ -133,7 +136,7 @@ def main() -> None:
             seed = 2 * number + bool(batch)  # no prompt is sent twice
             found += asyncio.run(
                 phase(
-                    target, model, options.rate, options.seconds, seed,
+                    target, model, options.rate, options.seconds, seed, number,
                     num_words=options.words, num_tokens=options.tokens,
                 )
             )  # fmt: skip
@@ -142,7 +145,11 @@ def main() -> None:
                 batches.stop(batch)
     last = {name: quantiles(found, n=100, method="inclusive")[-1] for name, found in times.items()}
     for name, found in times.items():
-        print(f"{name}: median {median(found):.1f}, p99 {last[name]:.1f} ms, {len(found)} requests")
+        p90 = quantiles(found, n=10, method="inclusive")[-1]
+        print(
+            f"{name}: median {median(found):.1f}, p90 {p90:.1f}, p99 {last[name]:.1f} ms,"
+            f" {len(found)} requests"
+        )
     ratio = last["beside the batch"] / last["alone"]
     print(f"p99: {ratio:.2f} x; {num_lines / options.rounds / options.seconds:.1f} lines/s")
 

@@ -237,9 +237,11 @@ class Engine:
         Returns new tokens, ends of sequences and gauges for the front. None if nothing has changed.
         """
         self._sample()
+        begun = self._clock()
         batch = self.planned[0] if self.planned is not None else self.scheduler.schedule()
         if batch.chunks:
             self._launch(batch)
+            self._launch_gate.launched(self._clock() - begun)
         if self.pending and (not self._overlap or not batch.chunks or len(self.pending) > 1):
             _, oldest, pending = self.pending[0]
             output = pending.result()

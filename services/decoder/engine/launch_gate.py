@@ -14,9 +14,14 @@ from services.decoder.engine.schedule.batch import Batch
 from services.decoder.engine.schedule.scheduler import Scheduler
 from services.decoder.engine.step_times import StepTimes
 
-# Seconds before the expected end of a step at which the next step is launched. Planning and
-# launching take up to 1 ms of them. The rest is for the error of the prediction.
-_LAUNCH_S = 0.0015
+# Seconds between the expected end of a step and the time at which the next step should have been
+# launched, for the error of the prediction.
+_MARGIN_S = 0.0005
+# First guess of the seconds in which a step is planned and launched, and the most that count.
+_LAUNCH_S, _LONGEST_LAUNCH_S = 0.001, 0.005
+# Shares of the difference to the guess by which a longer and a shorter launch correct it. Most
+# launches should be done in time, so a longer one counts for more.
+_LONGER, _SHORTER = 0.2, 0.02
 
 
 class LaunchGate:
@@ -32,6 +37,14 @@ class LaunchGate:
         self._prefills, self._background = scheduler.prefills, scheduler.background
         self._times = times
         self._clock = clock
+        self._launch_s = _LAUNCH_S  # seconds in which most steps are planned and launched
+
+    def launched(self, seconds: float) -> None:
+        """Notes in how many seconds the host has planned and launched a step."""
+        if not self._background.expects_others:
+            return
+        error = min(seconds, _LONGEST_LAUNCH_S) - self._launch_s
+        self._launch_s += error * (_LONGER if error > 0 else _SHORTER)
 
     def waits(self, in_flight: Sequence[tuple[int, Batch, PendingStep]]) -> bool:
         """Returns whether the next step should be launched later.
@@ -44,6 +57,6 @@ class LaunchGate:
         if self._prefills.waiting.has_foreground:
             return False
         _, batch, pending = in_flight[-1]
-        if self._clock() >= self._times.expected_end(batch) - _LAUNCH_S:
+        if self._clock() >= self._times.expected_end(batch) - _MARGIN_S - self._launch_s:
             return False
         return not pending.is_done()

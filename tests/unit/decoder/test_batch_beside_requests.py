@@ -15,6 +15,7 @@ import pytest
 
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import EngineInfo, ImageSpan
+from services.decoder.engine.schedule.background import Background
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from services.decoder.engine.step import Int32Array, Step, StepOutput
 from services.gateway.batches.line_turns import LineTurns
@@ -256,9 +257,31 @@ def test_each_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None
         case "short steps":
             monkeypatch.setattr(f"{background}.is_short", property(never, ignored), raising=False)
         case _:
-            monkeypatch.setattr("services.decoder.engine.launch_gate._LAUNCH_S", 1.0)
+            monkeypatch.setattr("services.decoder.engine.launch_gate._MARGIN_S", 1.0)
     beside = Simulation(10, SECONDS, has_batch=True, num_prompt=210).run()
     assert beside.p99 > 1.1 * alone(10, 210, SECONDS).p99
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("learns", [True, False])
+def test_steps_that_take_long_to_launch_are_launched_earlier(
+    learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the device would be idle while the host launches each step."""
+    monkeypatch.setattr(f"{__name__}.HOST_MS", 2.0)
+    if not learns:
+        monkeypatch.setattr("services.decoder.engine.launch_gate.LaunchGate.launched", ignored)
+    busy = Simulation(10, SECONDS, has_batch=True, num_prompt=210).run().busy
+    assert busy > 0.97 if learns else busy < 0.9
+
+
+@pytest.mark.parametrize(("num_decodes", "most"), [(1, 256), (60, 256), (61, 320), (300, 384)])
+def test_a_short_step_has_the_tokens_of_the_smallest_graph(num_decodes: int, most: int) -> None:
+    background = Background()
+    assert background.max_tokens(8192, num_decodes) == 8192
+    background.is_short = True
+    assert background.max_tokens(8192, num_decodes) == most
+    assert background.max_tokens(128, num_decodes) == 128
 
 
 def test_a_step_with_a_prompt_of_a_request_leaves_the_batch_out() -> None:

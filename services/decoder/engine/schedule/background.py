@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from services.decoder.engine.schedule.admission import Admission
 from services.decoder.engine.schedule.sequence import Sequence
+from services.decoder.engine.schedule.step_cost import StepCost
 
 # Number of steps after the last other sequence for which steps stay short.
 _QUIET_STEPS = 4096
@@ -85,3 +86,9 @@ class Background:
         `StepCost.bound` allows.
         """
         return 0.0 if self.is_short else usual
+
+    def max_tokens(self, usual: int, num_decodes: int) -> int:
+        """Returns the most tokens of the step, which has `num_decodes` decodes: `usual`, or those
+        of the smallest graph for a step with prompts.
+        """
+        return min(usual, StepCost.short_tokens(num_decodes)) if self.is_short else usual

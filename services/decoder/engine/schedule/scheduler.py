@@ -275,7 +275,7 @@ class Scheduler:
             self._cost,
             load,
             step_ms=self.background.step_ms(self._step_ms),
-            max_tokens=self._max_batched_tokens,
+            max_tokens=self.background.max_tokens(self._max_batched_tokens, num_tokens),
             alone=not chunks and num_prompts == 1 and not self.background.is_short,
         )
         chunks += self.prefills.plan(budget, self.step)

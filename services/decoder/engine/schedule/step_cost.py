@@ -47,6 +47,8 @@ _LEAST_MIN_CHUNK, _GREATEST_MIN_CHUNK = 32, 256
 # CUDA graphs of steps with prompts and decodes are captured for multiples of this number of tokens,
 # from `_LEAST_GRAPH` on. A step is padded to the next one: 260 tokens take as long as 320.
 _GRAPH_TOKENS, _LEAST_GRAPH = 64, 256
+# The same for steps of more than 64 decodes and samples.
+_FEW_DECODES, _LEAST_CROWDED = 60, 320
 # Default of the longest time of a step, in ms. If reading the weights takes more than a quarter of
 # it, a step may last five times as long as reading them, up to the longest gap that a reader of an
 # answer should see.
@@ -154,6 +156,16 @@ class StepCost:
         the weights if that is more, so that at least half of the time is left for prompts.
         """
         return max(step_ms, 2 * self._weights_ms if self._is_measured else 0.0)
+
+    @staticmethod
+    def short_tokens(num_decodes: int) -> int:
+        """Returns the tokens of the smallest CUDA graph that has room for a few tokens of a prompt
+        beside the decodes. A step with fewer tokens takes as long.
+        """
+        if num_decodes <= _FEW_DECODES:
+            return _LEAST_GRAPH
+        least = max(_LEAST_CROWDED, num_decodes + _LEAST_MIN_CHUNK)
+        return -(-least // _GRAPH_TOKENS) * _GRAPH_TOKENS
 
     def fitting_tokens(self, load: StepLoad, start: int, limit: Limit) -> int:
         """Returns the most tokens of a prompt that fit into a step.
