@@ -50,6 +50,12 @@ class StatedDrafts:
     def offer(self, drafts: Iterable[int]) -> None:
         pass
 
+    def num_equal(self) -> int:
+        return 0
+
+    def prospect(self) -> float:
+        return 0.0
+
     def propose(self, most: int) -> list[int]:
         drafts = self._known[self._num_tokens : self._num_tokens + most]
         self._draw = (self._draw + _GOLDEN_RATIO) % 1.0

@@ -304,7 +304,7 @@ def start(options: argparse.Namespace, shape: str) -> Measurement:
             write_shape(shape, directory)
         else:
             write_model(directory, _PLAIN_SHAPES[shape])
-    options.drafts = options.drafts or (3 if with_head else 8)
+    options.drafts = options.drafts or (3 if with_head else 15)
     if batches:
         options.batches = [int(count) for count in batches.split("/")]
     if options.max_num_seqs is None:
@@ -351,7 +351,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="file with repetitions; else random prompts")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a random prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of an answer")
-    parser.add_argument("--drafts", type=int, help="most drafts of a step: 8, or 3 of a layer")
+    parser.add_argument("--drafts", type=int, help="most drafts of a step: 15, or 3 of a layer")
     help_text = "number of rows; else as many as the largest batch has tokens and drafts"
     parser.add_argument("--max-num-seqs", type=int, help=help_text)
     parser.add_argument("--step-tokens", type=int, default=1024, help="most tokens of a step")

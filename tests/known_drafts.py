@@ -37,6 +37,12 @@ class KnownDrafts:
         if found := [int(draft) for draft in drafts]:
             self.offered[self._num_tokens] = found
 
+    def num_equal(self) -> int:
+        return 0
+
+    def prospect(self) -> float:
+        return 0.0
+
     def propose(self, most: int) -> list[int]:
         indices = range(self._num_tokens, self._num_tokens + most)
         return [self._draft(index) for index in indices]

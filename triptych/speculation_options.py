@@ -32,7 +32,8 @@ def add_speculation_options(add: Callable[..., argparse.Action]) -> None:
         "--speculation-tokens",
         type=_tokens,
         metavar="N",
-        help=f"Most guessed tokens of a sequence in a step, up to {MAX_TOKENS}. Defaults to 8.",
+        help=f"Most guessed tokens of a sequence in a step, up to {MAX_TOKENS}. Defaults to 15, or "
+        "to 8 with mtp or recurrent states.",
     )
 
 

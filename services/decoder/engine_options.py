@@ -19,6 +19,9 @@ AWAKE_S = 0.05
 # The most tokens of a step. They decide how much memory a step takes; the time of a step is usually
 # limited by `DECODER_STEP_MS` before.
 _MAX_TOKENS_GPU, _MAX_TOKENS_CPU = 8192, 1024
+# Default numbers of drafts in a step: with recurrent states or the model's own layer, and without.
+# With the token before them, the latter fill a tile of 16 rows.
+_FEW_DRAFTS, _MANY_DRAFTS = 8, 15
 _OUT_OF_MEMORY = (
     "the device is out of memory (%s): lower DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or "
     "DECODER_MEMORY_FRACTION, or serve an FP8 checkpoint"
@@ -92,6 +95,20 @@ def speculation_of(settings: DecoderSettings, device: str) -> str:
     return "mtp" if has_head else "lookup"
 
 
+def _max_drafts(settings: DecoderSettings, speculation: str) -> int:
+    """Returns the most drafts of a sequence in a step. By default there are fewer for models with
+    recurrent states, which keep the inputs of drafts for each row.
+    """
+    if speculation == "off":
+        return 0
+    if settings.speculation_tokens is not None:
+        return settings.speculation_tokens
+    if speculation == "mtp" or settings.model is None:
+        return _FEW_DRAFTS
+    text = read_spec(settings.model, settings.task).text
+    return _MANY_DRAFTS if text.linear_attention is None else _FEW_DRAFTS
+
+
 def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
     """Returns the options of the runner of one rank.
 
@@ -120,7 +137,7 @@ def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
         kv_cache_bytes=settings.kv_cache_bytes,
         kv_host_bytes=settings.kv_host_bytes,
         kernels=settings.kernels,
-        max_drafts=0 if speculation == "off" else settings.speculation_tokens,
+        max_drafts=_max_drafts(settings, speculation),
         draft_head=speculation == "mtp",
         draft_head_directory=settings.speculation_head,
     )

@@ -40,7 +40,8 @@ class DecoderSettings(EngineServiceSettings):
             the layer and `kv_host_bytes` is 0, and `lookup` otherwise. Drafts change no answer.
         speculation_head: directory of a model whose layer for multi-token prediction is read, for a
             fine-tuned model that has lost its own. It has to have the same sizes.
-        speculation_tokens: largest number of drafts of a sequence in a step.
+        speculation_tokens: largest number of drafts of a sequence in a step. Defaults to 15, or to
+            8 with `mtp` or recurrent states.
         max_model_len: largest number of prompt and completion tokens of a sequence. Defaults to
             the model's limit.
         kv_cache_bytes: size of the KV cache. Defaults to the memory that `memory_fraction` leaves
@@ -72,7 +73,7 @@ class DecoderSettings(EngineServiceSettings):
     step_ms: Annotated[float, Field(ge=1)] | None = None
     speculation: Literal["auto", "off", "lookup", "mtp"] = "off"
     speculation_head: Path | None = None
-    speculation_tokens: Annotated[int, Field(ge=1, le=32)] = 8
+    speculation_tokens: Annotated[int, Field(ge=1, le=32)] | None = None
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
     kv_host_bytes: Annotated[int, Field(ge=0)] = 0

@@ -155,3 +155,86 @@ def test_short_texts_have_no_drafts(length: int) -> None:
 def test_large_ids_do_not_collide() -> None:
     big = 262_143
     assert lookup(ids(big, big - 1, big - 2, 5, 7, big, big - 1, big - 2)).propose(2) == [5, 7]
+
+
+def has_reason(text: list[int]) -> bool:
+    """Returns whether drafts may start behind the next token of a text that was never drafted."""
+    found = lookup(ids(*text))
+    assert found.propose(4) == []
+    return found.prospect() != 0.0
+
+
+def test_drafts_may_start_behind_two_tokens_that_stand_earlier() -> None:
+    assert has_reason([9, 1, 2, 3, 4, 7, 1, 2])
+    assert not has_reason([9, 1, 2, 3, 4, 7, 8, 2])
+    assert not has_reason([9, 1, 2, 3, 4, 1, 7, 2])
+    assert not has_reason([9, 1, 2, 3, 4, 7, 1, NO_TOKEN])
+    assert not has_reason([1, 2, 3, 4])  # the last two tokens themselves
+
+
+@settings(deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 9), min_size=3, max_size=30),
+    answer=st.lists(st.integers(0, 9), max_size=20),
+)
+def test_a_pair_of_tokens_is_found_wherever_it_stands(prompt: list[int], answer: list[int]) -> None:
+    """By exhaustive search, except for a pair at the very start."""
+    text = array("i", prompt)
+    found = PromptLookup(text[:], ids())
+    for token_id in answer:
+        text.append(token_id)
+        found.read(text)
+        if found.propose(1) or found._left is not None:
+            continue
+        last = text.tolist()
+        pairs = [last[place - 2 : place] for place in range(3, len(last))]
+        assert (found.prospect() != 0.0) == (last[-2:] in pairs)
+
+
+def follow(found: PromptLookup, text: "array[int]", tokens: list[int]) -> list[float]:
+    """Appends tokens, and returns the prospect behind each of them, 0 where there are drafts."""
+    prospects: list[float] = []
+    for token_id in tokens:
+        text.append(token_id)
+        found.read(text)
+        prospects.append(0.0 if found.propose(4) else found.prospect())
+    return prospects
+
+
+def test_the_prospect_of_a_pair_follows_what_came_behind_pairs_before() -> None:
+    text = ids(*range(100, 400))
+    found = lookup(text)
+    firsts: list[float] = []
+    for start in range(110, 350, 30):  # quotations, each behind new tokens
+        prospects = follow(found, text, [start + 500, *range(start, start + 6)])
+        assert prospects[3:] == [0.0] * 4
+        firsts.append(prospects[2])
+    assert firsts == sorted(firsts)
+    assert firsts[0] < 0.0 < 0.15 < firsts[1] and 0.7 < firsts[-1] < 1.0
+    for start in range(110, 350, 30):  # the same pairs, behind which the answer goes elsewhere
+        firsts.append(follow(found, text, [start + 501, start + 1, start + 2, start + 503])[2])
+    assert firsts[8:] == sorted(firsts[8:], reverse=True)
+    assert firsts[-1] < firsts[7] - 0.3
+
+
+def test_drafts_of_which_the_first_is_wrong_lower_the_prospect() -> None:
+    """Each quotation ends behind its third token, so that waiting would verify a wrong draft."""
+    text = ids(*range(100, 400))
+    found = lookup(text)
+    prospects = []
+    for start in range(110, 350, 30):
+        prospects.append(follow(found, text, [start + 500, *range(start, start + 3), 900])[2])
+    assert max(prospects) < 0.0
+
+
+def test_the_number_of_equal_tokens_grows_and_ends_with_the_quotation() -> None:
+    text = ids(*range(1, 30), 80, 5, 6, 7)
+    found = lookup(text)
+    assert found.num_equal() == 3
+    for count, token_id in enumerate(range(8, 14), start=4):
+        text.append(token_id)
+        found.read(text)
+        assert found.num_equal() == count
+    text.append(90)
+    found.read(text)
+    assert found.num_equal() == 0 and found.propose(4) == []

@@ -6,13 +6,14 @@ from functools import cache
 import numpy as np
 import pytest
 
-from services.decoder.engine.messages import ImageSpan
+from services.decoder.engine.messages import AddSequence, ImageSpan
 from services.decoder.engine.schedule.lookup import Lookups
 from services.decoder.engine.schedule.speculation import AcceptedLengths
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from services.decoder.engine.step import Step
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import add_message, expected_tokens
+from tests.known_drafts import KnownDrafts, KnownSources
 
 
 class Priced(StepCost):
@@ -299,3 +300,105 @@ def test_a_warning_says_that_drafts_are_mostly_wrong(caplog: pytest.LogCaptureFi
         for number in range(1000):
             lengths.add(number % 6 == 0)
     assert "hardly pays" in caplog.text
+
+
+class Stated(KnownDrafts):
+    """Right drafts behind every token but those of which `has_drafts` is false."""
+
+    equal, gain, period = 0, 0.0, 1
+
+    def num_equal(self) -> int:
+        return self.equal
+
+    def prospect(self) -> float:
+        return self.gain
+
+    def propose(self, most: int) -> list[int]:
+        return [] if self._num_tokens % self.period else super().propose(most)
+
+
+def stated(harness: Harness, *, equal: int = 0, gain: float = 0.0, period: int = 1) -> None:
+    """Gives the sequences of a harness such drafts."""
+    speculation = harness.engine.speculation
+    known = speculation.sources
+    assert isinstance(known, KnownSources)
+
+    class Sources:
+        def of(self, message: AddSequence) -> Stated:
+            found = Stated(lambda index: known.token(message, index), known.share, seed=1)
+            found.equal, found.gain, found.period = equal, gain, period
+            return found
+
+    speculation.sources = Sources()
+
+
+@pytest.mark.parametrize(("equal", "count", "length"), [(8, 1, 16), (7, 1, 9), (8, 2, 9)])
+def test_a_long_quotation_of_a_lone_sequence_has_more_drafts(
+    equal: int, count: int, length: int
+) -> None:
+    harness = Harness(
+        max_drafts=15,
+        right_drafts=1.0,
+        num_blocks=200,
+        max_num_sequences=64,
+        step_cost=Priced(0.001),
+    )
+    stated(harness, equal=equal)
+    for number in range(count):
+        harness.add(add_message(number, prompt_of(number, 9), max_tokens=100))
+    harness.run()
+    harness.assert_all_as_alone()
+    if count == 1:
+        assert max(lengths(harness, 0)) == length
+    else:  # the sequences begin and end one after the other
+        both = [batch for batch in harness.runner.batches if len({n for n, _, _ in batch}) == 2]
+        assert max(sum(n for s, _, n in batch if s == 0) for batch in both) == length
+
+
+@pytest.mark.parametrize("equal", [0, 8])
+def test_a_long_quotation_of_a_lone_sequence_ends_a_pause(equal: int) -> None:
+    harness = Harness(
+        overlap=False, max_drafts=4, right_drafts=0.0, max_model_len=600, num_blocks=200
+    )
+    stated(harness, equal=equal)
+    harness.add(add_message(1, prompt_of(1, 9), max_tokens=200))
+    harness.run()
+    harness.assert_all_as_alone()
+    assert (sum(length > 1 for length in lengths(harness, 1)) > 50) == (equal == 8)
+
+
+@pytest.mark.parametrize(("gain", "count"), [(0.2, 1), (0.1, 1), (0.2, 2)])
+def test_a_lone_sequence_waits_for_a_token_that_should_bring_drafts(
+    gain: float, count: int
+) -> None:
+    """No step is launched while it waits. Among others it does not wait."""
+    harness = Harness(overlap=True, max_drafts=4, max_num_sequences=20, num_blocks=200)
+    stated(harness, gain=gain, period=1000)  # there are no drafts
+    for number in range(count):
+        harness.add(add_message(number, prompt_of(number, 9), max_tokens=60))
+    for _ in range(20):
+        harness.step()
+    idle = 0
+    for _ in range(40):
+        harness.step()
+        idle += not harness.engine.pending
+    assert (idle >= 15) == (gain == 0.2 and count == 1)
+    assert idle == 0 or (gain == 0.2 and count == 1)
+    harness.run()
+    harness.assert_all_as_alone()
+    harness.assert_empty()
+
+
+@pytest.mark.parametrize("period", [2, 3, 5])
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_answers_are_those_without_drafts_where_a_sequence_waits(period: int, share: float) -> None:
+    harness = Harness(overlap=True, max_drafts=4, right_drafts=share, max_num_sequences=20)
+    stated(harness, gain=1.0, period=period)
+    harness.add(add_message(0, prompt_of(0, 9), max_tokens=40, seed=0))
+    for _ in range(9):
+        harness.step()
+    for number in (1, 2):  # others come and go meanwhile
+        harness.add(add_message(number, prompt_of(number, 9), max_tokens=12, seed=number))
+    harness.run()
+    harness.assert_all_as_alone()
+    harness.assert_empty()

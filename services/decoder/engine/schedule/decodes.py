@@ -105,7 +105,8 @@ class Decodes:
             is_ahead = sequence.sequence_id in self.decoding
             num_others = len(self.decoding) - is_ahead
             offered = () if drafts is None else drafts[index]
-            if self.speculation.tokens_arrived(sequence, num_others, offered):
+            alone = len(self) == 1
+            if self.speculation.tokens_arrived(sequence, num_others, offered, is_alone=alone):
                 self.await_tokens(sequence)
 
     def look_for_unknown_drafts(self, chunks: list[Chunk], count: int) -> None:
@@ -189,11 +190,12 @@ class Decodes:
             start, limit = sequence.num_computed_tokens, self._most_tokens(sequence)
             sequence.num_computed_tokens = start + limit
             sequence.num_in_flight += 1
-            drafts, num_folded = (), 0
+            drafts, num_folded, waits = (), 0, False
             if sequence.drafts is not None:
+                waits = sequence.drafts.waits
                 drafts, num_folded = sequence.drafts.take(), sequence.drafts.num_unfolded
                 sequence.drafts.num_unfolded = 0
-            if sequence.plans_ahead and not (drafts or together):
+            if sequence.plans_ahead and not (drafts or together or waits):
                 number = sequence.sequence_id
                 self.decoding[number] = self.awaiting.pop(number)
             chunk = Chunk(sequence, start, 1, False, True, limit, drafts=drafts)

@@ -69,6 +69,8 @@ class Drafts:
         uncounted: ids of the sequence's last tokens that the penalties of its row have not counted.
         num_unfolded: number of accepted drafts that the row's recurrent state lacks, because it
             has only seen the token before them. 0 if the model has no recurrent states.
+        waits: True if the sequence is not planned ahead although there are no drafts, because the
+            token in flight is expected to bring some.
         group: row of the drafts that the model's layer makes behind the last step.
     """
 
@@ -78,6 +80,7 @@ class Drafts:
     share: Share = field(default_factory=lambda: Share(FIRST_RATE))
     uncounted: list[int] = field(default_factory=list[int])
     num_unfolded: int = 0
+    waits: bool = False
     group: int = 0
     _resumes_at: int = 0
     _pause: int = 0
@@ -89,7 +92,7 @@ class Drafts:
 
     def leave_row(self) -> None:
         """Forgets what is meant for the row that the sequence loses."""
-        self.chosen, self.uncounted, self.num_unfolded = [], [], 0
+        self.chosen, self.uncounted, self.num_unfolded, self.waits = [], [], 0, False
 
     def take(self) -> tuple[int, ...]:
         """Returns the chosen drafts, which are then no longer chosen."""

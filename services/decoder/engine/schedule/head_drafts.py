@@ -50,6 +50,12 @@ class HeadDrafts:
             offered.append(int(draft))
         self._offered = offered
 
+    def num_equal(self) -> int:
+        return 0
+
+    def prospect(self) -> float:
+        return 0.0
+
     def propose(self, most: int) -> list[int]:
         self.is_prediction = False
         if self._prediction is not None:

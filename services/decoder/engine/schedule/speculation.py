@@ -31,6 +31,12 @@ log = logging.getLogger(__name__)
 # sequence would have had meanwhile, if other sequences keep the device busy, or more than makes up
 # for the time until the next launch, if there are no others.
 _LEAST_AMONG_OTHERS, _LEAST_ALONE = 2.2, 1.3
+# A sequence that decodes alone waits for its next token if it expects to gain so many steps, which
+# is more than the time until the next launch costs it.
+_LEAST_PROSPECT = 0.15
+# The most drafts of a sequence. If it decodes alone, it has up to `max_drafts` behind so many equal
+# tokens, and they do not pause: a quotation of this length probably goes on.
+_MOST_DRAFTS, _LONG_MATCH = 8, 8
 # A step of few sequences mostly reads weights, so a higher price than this is an error of the cost
 # model, which corrects itself only if drafts are verified. With more sequences, drafts are tried
 # all the same in some steps, because the device may have been slow when the price was learned.
@@ -121,7 +127,12 @@ class Speculation:
             sequence.drafts = Drafts(source, share=share)
 
     def tokens_arrived(
-        self, sequence: Sequence, num_others: int, offered: Iterable[int] = ()
+        self,
+        sequence: Sequence,
+        num_others: int,
+        offered: Iterable[int] = (),
+        *,
+        is_alone: bool = False,
     ) -> bool:
         """Looks for drafts behind new tokens of a sequence.
 
@@ -129,10 +140,11 @@ class Speculation:
             sequence: the sequence.
             num_others: number of other sequences that are planned while their tokens are in flight.
             offered: drafts that came with the tokens, for the sequence's source.
+            is_alone: True if no other sequence decodes.
 
         Returns:
-            Whether the sequence's next step should verify drafts, and is not to be planned before
-            the tokens in flight have arrived.
+            Whether the sequence is not to be planned before the tokens in flight have arrived,
+            because its next step should verify drafts, or because these tokens may bring drafts.
         """
         drafts, num_tokens = sequence.drafts, len(sequence.token_ids)
         if drafts is None:
@@ -140,6 +152,7 @@ class Speculation:
         drafts.source.read(sequence.token_ids)
         drafts.source.offer(offered)
         drafts.proposed.clear()
+        drafts.waits = False
         if self._num_head_drafts:
             # Whether the layer drafts at all was decided when the step was planned.
             if not sequence.num_in_flight:
@@ -147,14 +160,22 @@ class Speculation:
                 drafts.proposed = drafts.source.propose(most) if most > 0 else []
             return False
         is_closed = self._overlap and not self._is_open
-        if is_closed or self._price > drafts.rate or drafts.pauses(num_tokens):
+        if is_closed or self._price > drafts.rate:
             return False
-        most = min(self.max_drafts, sequence.max_length - num_tokens - 1)
-        if most > 0:
-            drafts.proposed = drafts.source.propose(most)
-        if not self._pays(drafts, len(drafts.proposed), num_others):
+        is_long = is_alone and drafts.source.num_equal() >= _LONG_MATCH
+        if drafts.pauses(num_tokens) and not is_long:
+            return False
+        most = self.max_drafts if is_long else min(self.max_drafts, _MOST_DRAFTS)
+        most = min(most, sequence.max_length - num_tokens - 1)
+        if most <= 0:
+            return False
+        drafts.proposed = drafts.source.propose(most)
+        if not drafts.proposed:
+            may_wait = self._overlap and is_alone
+            drafts.waits = may_wait and drafts.source.prospect() >= _LEAST_PROSPECT
+        elif not self._pays(drafts, len(drafts.proposed), num_others):
             drafts.proposed.clear()
-        return bool(drafts.proposed)
+        return drafts.waits or bool(drafts.proposed)
 
     @property
     def head_room(self) -> int:
@@ -225,6 +246,8 @@ class Speculation:
                 continue
             drafts.chosen = []
             wanted = self._num_worthwhile(drafts) if self._is_open else 0
+            if num_decodes > 1:  # the drafts may have been found while the sequence was alone
+                wanted = min(wanted, _MOST_DRAFTS)
             if sequence.message.token_masks:
                 wanted = min(wanted, len(sequence.draft_masks))
             num_blocks -= -(-wanted // blocks.block_size)
