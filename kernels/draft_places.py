@@ -1,13 +1,40 @@
 """Where the layer for multi-token prediction begins to draft, and what its drafts read and store.
 
-Which drafts of a step are accepted is known on the device alone. `draft_places` is the reference
-implementation of the kernel in `step_entry`.
+Which drafts of a step are accepted is known on the device alone. The functions are the reference
+implementations of the kernels in `step_entry` and `draft_states`.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class OfDraftToken:
+    """Indices of the fields of a token of a step.
+
+    Attributes:
+        BEFORE: index in the step of the token before the token; or `-1 - k` if that token was in
+            the row's step before, whose hidden state is kept at the flat index k.
+        INDEX: index in the sequence of the token before. -1 if there is none to store.
+        COUNT: number of fields.
+    """
+
+    BEFORE, INDEX = 0, 1
+    COUNT = 2
+
+
+class OfDraftChunk:
+    """Indices of the fields of a chunk of a step.
+
+    Attributes:
+        LAST: index in the step of the chunk's last token.
+        KEPT: flat index at which the hidden state of that token is kept for the row's next step.
+        COUNT: number of fields.
+    """
+
+    LAST, KEPT = 0, 1
+    COUNT = 2
 
 
 class OfDraftGroup:
@@ -78,3 +105,30 @@ def draft_places(
     positions = (kept.positions[at].T + places[:, None]).int()
     firsts = (rows * blocks.shape[1]).int()
     return DraftPlaces(kept.hidden[at], ids, positions, slots, lengths, firsts)
+
+
+def draft_sources(
+    tokens: Tensor,
+    rows: Tensor,
+    hidden: Tensor,
+    positions: Tensor,
+    kept: KeptHidden,
+    blocks: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Implements `Ops.draft_sources`."""
+    source = tokens[OfDraftToken.BEFORE].long()
+    is_kept, at, source = source < 0, (-1 - source).clamp(min=0), source.clamp(min=0)
+    before = torch.where(is_kept[:, None], kept.hidden[at], hidden[source])
+    places = torch.where(is_kept, kept.positions[at].T, positions[:, source]).contiguous()
+    index = tokens[OfDraftToken.INDEX].long()
+    block = (index // block_size).clamp(0, blocks.shape[1] - 1)
+    slots = blocks[rows.clamp(min=0), block].long() * block_size + index % block_size
+    return before, places, slots.where(index >= 0, -1)
+
+
+def keep_hidden(chunks: Tensor, hidden: Tensor, positions: Tensor, kept: KeptHidden) -> None:
+    """Implements `Ops.keep_hidden`."""
+    last, target = chunks[OfDraftChunk.LAST], chunks[OfDraftChunk.KEPT].long()
+    kept.hidden.index_copy_(0, target, hidden[last])
+    kept.positions.index_copy_(0, target, positions[:, last].T)

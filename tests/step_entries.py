@@ -1,4 +1,4 @@
-"""Random steps for `enter_step` and `draft_places`, and the checks against their plain twins."""
+"""Random steps for the kernels that prepare steps and drafts, and checks against their twins."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -99,3 +99,41 @@ def check_draft_places(
     assert (found.slots >= 0).any() and (found.slots < 0).any()
     at = groups[0].long() * per_row + num_accepted
     assert torch.equal(found.hidden, kept.hidden[at.to(device)])
+
+
+def check_draft_states(
+    sources: Callable[..., tuple[torch.Tensor, ...]],
+    keep: Callable[..., None],
+    count: int,
+    width: int,
+    device: str,
+) -> None:
+    """Tokens behind others of the step, behind kept ones and without any, and padding."""
+    draw, per_row = torch.Generator().manual_seed(count), 4
+    num_kept = (ROWS + 1) * per_row
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=draw, dtype=torch.int32)
+
+    tokens = torch.stack((integers(-num_kept, count, count), integers(-1, 600, count)))
+    tokens[0, ::2] = torch.arange(-1, count - 1, 2)
+    tokens[1, -1] = -1
+    rows = integers(-1, ROWS, count)
+    chunks = torch.stack((integers(0, count, 9), torch.randperm(num_kept, generator=draw)[:9]))
+    hidden = torch.randn(count, width, generator=draw).to(device)
+    positions = integers(0, 5000, 3, count).to(device)
+    blocks = integers(0, 900, ROWS + 1, MAX_BLOCKS).to(device)
+    kept = draft_places.KeptHidden(
+        torch.randn(num_kept, width, generator=draw).to(device),
+        integers(0, 5000, num_kept, 3).to(device),
+    )
+    step = tokens.to(device), rows.to(device), hidden, positions, kept, blocks, BLOCK_SIZE
+    found, expected = sources(*step), draft_places.draft_sources(*step)
+    for ours, twin in zip(found, expected, strict=True):
+        assert ours.dtype == twin.dtype and ours.is_contiguous() and torch.equal(ours, twin)
+    twin = draft_places.KeptHidden(*(part.clone() for part in kept))
+    entered = chunks.int().to(device)
+    keep(entered, hidden, positions, kept)
+    draft_places.keep_hidden(entered, hidden, positions, twin)
+    assert torch.equal(kept.hidden, twin.hidden) and torch.equal(kept.positions, twin.positions)
+    assert torch.equal(kept.hidden[entered[1].long()], hidden[entered[0].long()])

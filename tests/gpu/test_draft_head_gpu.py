@@ -27,10 +27,11 @@ from services.decoder.engine.schedule.sequence import Sequence
 from tests import sampling_twins
 from tests.decoder_harness import Harness, write_draft_head, write_hybrid
 from tests.gpu.decoder_2b import options
-from tests.step_entries import check_draft_places
+from tests.step_entries import check_draft_places, check_draft_states
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 pytest.importorskip("triton")
+from kernels import draft_states  # noqa: E402
 from kernels.gemm.packed_tiles import split_k_partials  # noqa: E402
 from kernels.gemm.skinny_gemm import summed  # noqa: E402
 from kernels.sampling.greedy import greedy_rescored  # noqa: E402
@@ -126,6 +127,7 @@ def test_steps_and_drafts_run_in_graphs(random: Harness) -> None:
     formats = [layer.weight_format for layer in (random.model.mtp.fc, random.model.mtp.lm_head)]
     assert formats == ["fp8_channel", "w4a16"] and random.model.lm_head.is_plain
     kernels = {"w4a16_linear": "tiles", "greedy_rescored": "triton", "draft_places": "triton"}
+    kernels |= {"draft_sources": "triton", "keep_hidden": "triton"}
     assert {key: table.choose(key, 1).name for key in kernels} == kernels
 
 
@@ -216,6 +218,12 @@ def test_a_copy_in_4_bits_of_true_size_finds_the_most_likely_token(hidden: int) 
 @pytest.mark.parametrize("size", [9, 40, 256])
 def test_places_of_drafts_agree_with_their_twin(size: int, sizes: tuple[int, int, int]) -> None:
     check_draft_places(draft_places, size, sizes, "cuda")
+
+
+@pytest.mark.parametrize("width", [5120, 2048, 72])
+@pytest.mark.parametrize("count", [4, 13, 3000])
+def test_states_of_drafts_agree_with_their_twin(count: int, width: int) -> None:
+    check_draft_states(draft_states.draft_sources, draft_states.keep_hidden, count, width, "cuda")
 
 
 # Tokens of a permutation.

@@ -205,6 +205,50 @@ class Ops:
             num_tokens=groups.shape[1],
         )
 
+    def draft_sources(
+        self,
+        tokens: Tensor,
+        rows: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        kept: KeptHidden,
+        blocks: Tensor,
+        block_size: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what the layer for multi-token prediction reads of the tokens before a step's.
+
+        Args:
+            tokens: `[2, T]` int32, see `OfDraftToken`.
+            rows: `[T]` int32, row of each token, below 0 for padding.
+            hidden: `[T, hidden]`, hidden states of the step's tokens.
+            positions: `[3, T]` int32, positions of the step's tokens.
+            kept: what rows keep of the step before.
+            blocks: `[R + 1, max_blocks]` int32, blocks of each row.
+            block_size: tokens per KV block.
+
+        Returns:
+            Hidden states `[T, hidden]` and positions `[3, T]` of the tokens before, and the places
+            `[T]` int64 of their keys and values in the KV cache, -1 if there is none to store.
+        """
+        return self.table.call(
+            "draft_sources",
+            *(tokens, rows, hidden, positions, kept, blocks, block_size),
+            num_tokens=tokens.shape[1],
+        )
+
+    def keep_hidden(
+        self, chunks: Tensor, hidden: Tensor, positions: Tensor, kept: KeptHidden
+    ) -> None:
+        """Keeps hidden states and positions of the last tokens of chunks for the next step.
+
+        Args:
+            chunks: `[2, S]` int32, see `OfDraftChunk`.
+            hidden: `[T, hidden]`, hidden states of the step's tokens.
+            positions: `[3, T]` int32, positions of the step's tokens.
+            kept: what rows keep of the step.
+        """
+        self.table.call("keep_hidden", chunks, hidden, positions, kept, num_tokens=chunks.shape[1])
+
     # Attention.
 
     def max_fused_context(self, num_tokens: int) -> int:

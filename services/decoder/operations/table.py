@@ -446,6 +446,8 @@ ROWS: Sequence[Row] = (
     Row("logits", "plain", _plain(plain.linear)),
     *_twins("greedy", "sampling.greedy", sampling.greedy),
     *_twins("draft_places", "step_entry", draft_places.draft_places),
+    *_twins("draft_sources", "draft_states", draft_places.draft_sources),
+    *_twins("keep_hidden", "draft_states", draft_places.keep_hidden),
     *_twins("greedy_rescored", "sampling.greedy", sampling.greedy_rescored),
     *_twins("greedy_masked", "sampling.greedy", sampling.greedy_masked),
     *_twins("penalize", "sampling.penalties", sampling.penalize),

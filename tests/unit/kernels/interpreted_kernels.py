@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import plain, step_entry, tuning
+from kernels import draft_states, plain, step_entry, tuning
 from kernels.attention.attention_tuning import (
     AttentionFacts,
     FusedDecodeConfig,
@@ -33,7 +33,7 @@ from services.decoder.operations.ops import PlainOps
 from tests import sampling_twins
 from tests.block_tables import first_blocks
 from tests.cases import THOROUGH
-from tests.step_entries import check_draft_places, check_step_entry
+from tests.step_entries import check_draft_places, check_draft_states, check_step_entry
 from tests.unit.kernels import interpreted_moe
 from tests.unit.kernels.interpreter import assert_close
 
@@ -327,6 +327,10 @@ if __name__ == "__main__":
         check_entry(*size)
     check_draft_places(step_entry.draft_places, 9, (3, 8, 72), "cpu")
     check_draft_places(step_entry.draft_places, 2, (2, 3, 1100), "cpu")
+    for count, width in ((7, 1100), (30, 72)):
+        check_draft_states(
+            draft_states.draft_sources, draft_states.keep_hidden, count, width, "cpu"
+        )
     check_fused([1], 4, 2, 32)
     check_fused([17, 64], 3, 1, 32)  # a group padded to the rows of an MMA
     check_fused([1, 40], 10, 2, 32)

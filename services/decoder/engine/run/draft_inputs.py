@@ -10,40 +10,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kernels.draft_places import OfDraftGroup
+from kernels.draft_places import OfDraftChunk, OfDraftGroup, OfDraftToken
 from kernels.rows import OfChunk, OfToken
 from services.decoder.engine.run.step_inputs import DraftArrays, IntArray, StepInputs
 from services.decoder.engine.step import Int32Array
 
 # An id that no sampled token is equal to, errors of the sampler included.
 NO_DRAFT = np.iinfo(np.int32).min
-
-
-class OfDraftToken:
-    """Indices of the fields in `DraftArrays.tokens`.
-
-    Attributes:
-        BEFORE: index in the step of the token before the token; or `-1 - k` if that token was in
-            the row's step before, whose hidden state is kept at the flat index k.
-        INDEX: index in the sequence of the token before. -1 if there is none to store.
-        COUNT: number of fields.
-    """
-
-    BEFORE, INDEX = 0, 1
-    COUNT = 2
-
-
-class OfDraftChunk:
-    """Indices of the fields in `DraftArrays.chunks`.
-
-    Attributes:
-        LAST: index in the step of the chunk's last token.
-        KEPT: flat index at which the hidden state of that token is kept for the row's next step.
-        COUNT: number of fields.
-    """
-
-    LAST, KEPT = 0, 1
-    COUNT = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,6 @@ from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.run.draft_inputs import (
     DraftEntry,
-    OfDraftChunk,
-    OfDraftToken,
     lay_out,
     padded,
     places_of_drafts,
@@ -144,19 +142,17 @@ class Drafter:
             hidden: `[T, hidden]`, hidden states of the step's tokens after the final norm.
             visual: embeddings of the image tokens. None if the step has no images.
         """
-        source = entry.tokens[OfDraftToken.BEFORE].long()
-        is_kept, kept, source = source < 0, (-1 - source).clamp(min=0), source.clamp(min=0)
-        before = torch.where(is_kept[:, None], self._hidden[kept], hidden[source])
-        positions = torch.where(is_kept, self._positions[kept].T, entered.positions[:, source])
-        slots = self._slots(entry.rows.clamp(min=0), entry.tokens[OfDraftToken.INDEX])
+        ops, kept = self._model.ops, KeptHidden(self._hidden, self._positions)
+        hidden, placed = hidden.contiguous(), entered.positions
+        before, positions, slots = ops.draft_sources(
+            entry.tokens, entry.rows, hidden, placed, kept, self._blocks, self._block_size
+        )
         embedded = F.embedding(entered.input_ids, self._model.embed_tokens.weight)
         if visual is not None:
             visual.replace(embedded)
-        context = self._context(positions.contiguous(), slots)
+        context = self._context(positions, slots)
         self._head.store(self._head.inputs(embedded, before, context), context)
-        last, target = entry.chunks[OfDraftChunk.LAST], entry.chunks[OfDraftChunk.KEPT].long()
-        self._hidden.index_copy_(0, target, hidden[last])
-        self._positions.index_copy_(0, target, entered.positions[:, last].T)
+        ops.keep_hidden(entry.chunks, hidden, placed, kept)
         if entry.keeps:
             self._step_hidden[: len(hidden)] = hidden
 
@@ -241,12 +237,6 @@ class Drafter:
     def plans_on_device(self) -> bool:
         """True if attention needs no plan of the host, so that graphs can draft."""
         return self._backend.plans_on_device
-
-    def _slots(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Returns the places int64 in the KV cache of tokens of rows; -1 for an index below 0."""
-        size, most, index = self._block_size, self._blocks.shape[1] - 1, index.long()
-        blocks = self._blocks[rows, (index // size).clamp(0, most)].long()
-        return (blocks * size + index % size).where(index >= 0, -1)
 
     def _context(
         self, positions: Tensor, slots: Tensor, metadata: AttentionMetadata | None = None
