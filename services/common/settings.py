@@ -45,6 +45,15 @@ def omp_num_threads() -> int:
     return int(value) if value.isdecimal() else 0
 
 
+def set_omp_wait_policy(policy: str) -> None:
+    """Sets OpenMP's standard variable for what waiting threads do, unless it is set already.
+
+    Args:
+        policy: `passive` for threads that block, or `active` for threads that spin.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", policy)
+
+
 def split_list(value: str) -> tuple[str, ...]:
     """Splits a comma-separated setting."""
     return tuple(part.strip() for part in value.split(",") if part.strip())

@@ -5,7 +5,8 @@ If the model cannot be loaded or the device fails, the process logs the reason a
 1, and so does the front. Where several ranks share the model, the process is rank 0.
 """
 
-import services.common.process.rare_gc  # noqa: F401 - before torch
+import services.common.process.passive_threads
+import services.common.process.rare_gc  # noqa: F401 - both before torch
 
 # isort: split
 import logging

@@ -6,7 +6,8 @@ checkpoint cannot be served, the exit status is 2. After any other failure it is
 reason.
 """
 
-import services.common.process.rare_gc  # noqa: F401 - before torch
+import services.common.process.passive_threads
+import services.common.process.rare_gc  # noqa: F401 - both before torch
 
 # isort: split
 import io

@@ -4,7 +4,8 @@ The process loads its part of the model and computes the steps that rank 0 sampl
 ends. Its exit statuses are those of an engine process.
 """
 
-import services.common.process.rare_gc  # noqa: F401 - before torch
+import services.common.process.passive_threads
+import services.common.process.rare_gc  # noqa: F401 - both before torch
 
 # isort: split
 import logging

@@ -1,5 +1,9 @@
-"""The threads that torch divides computations on the CPU among, in an engine's process."""
+"""The threads among which an engine's process divides computations on the CPU."""
 
+import ast
+import importlib
+import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -7,6 +11,7 @@ import pytest
 import torch
 
 from services.common.nn.collectives import ALONE
+from services.common.process import passive_threads
 from services.decoder import engine_main
 from services.decoder.settings import DecoderSettings
 
@@ -41,3 +46,27 @@ def test_an_engine_with_a_gpu_has_one_thread_once_its_model_is_loaded(
     finally:
         torch.set_num_threads(before)
     assert found == [3, wanted]
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize("given", [None, "active"])
+def test_waiting_threads_block_on_a_machine_with_a_gpu(
+    given: str | None, has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    with mock.patch.object(Path, "exists", return_value=has_gpu):
+        importlib.reload(passive_threads)
+    assert os.environ.get("OMP_WAIT_POLICY") == (given or ("passive" if has_gpu else None))
+
+
+@pytest.mark.parametrize(
+    "name", ["decoder/engine_main", "decoder/ranks/main", "encoder/engine_main"]
+)
+def test_engines_choose_how_threads_wait_before_they_import_torch(name: str) -> None:
+    source = Path(engine_main.__file__).parents[1] / f"{name}.py"
+    imports = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.Import)]
+    names = [each.name for node in imports for each in node.names]
+    assert names[0] == passive_threads.__name__ and "torch" not in names[:2]

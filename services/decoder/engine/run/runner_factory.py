@@ -304,6 +304,7 @@ def _load(
     set_kernels(model, model.ops.table)
     if options.max_adapters:
         _load_adapters(model, options, ranks, takes_images=spec.vision is not None)
+        log_progress("kernels")
     return model.eval()
 
 
@@ -321,7 +322,9 @@ def _load_adapters(
     if len(found) < options.max_adapters:
         model.adapters.reserve()
     for slot, adapter in enumerate(found):
+        log_progress("adapters", slot, len(found))
         model.adapters.load_together(slot, adapter)
+    log_progress("adapters", len(found), len(found))
 
 
 @torch.inference_mode()
