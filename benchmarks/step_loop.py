@@ -25,6 +25,7 @@ from services.decoder.engine.messages import AddSequence, EngineInfo, SamplingPa
 from services.decoder.engine.step import Int32Array, Step, StepOutput
 
 _GRAPH_TOKENS, _GRAPH_LEAST = 64, 256  # of mixed steps
+_TILE = 128  # tokens of a tile of attention of prompts
 # Service levels: seconds to the first token, and a token.
 LEVELS = ((1.0, 0.03), (2.0, 0.05))
 
@@ -37,10 +38,14 @@ class Device:
     Attributes:
         gemms: (tokens, ms) of a step without attention.
         key_ms: time of a key that a decode attends to.
-        pair_ms: time of a pair of a prompt's query and key.
+        pair_ms: time of a pair of a prompt's query and key. If `heads` is not 0, while all SMs
+            have a tile.
         row_ms: time of a decode beside its token and keys: recurrent states.
         kv_tokens: tokens that fit the KV cache.
         weight_tokens: tokens whose keys and values have as many bytes as the weights.
+        heads: number of query heads. Attention of prompts is then divided into tiles of 128 tokens
+            of a head, and an SM computes one after the other. 0 if no tiles are simulated.
+        sms: number of SMs.
     """
 
     gemms: tuple[tuple[int, float], ...]
@@ -49,6 +54,32 @@ class Device:
     row_ms: float = 0.0
     kv_tokens: int = 400_000
     weight_tokens: int = 100_000
+    heads: int = 0
+    sms: int = 132
+
+    @property
+    def wave_tokens(self) -> int:
+        """See `EngineInfo.wave_tokens`."""
+        return self.sms // self.heads * _TILE if self.heads else 0
+
+    def pairs(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """Pairs that the SMs could compute in the time of the chunks' attention.
+
+        Args:
+            chunks: start and length of each chunk.
+        """
+        if not self.heads:
+            return sum(length * (start + length / 2) for start, length in chunks)
+        tiles = [
+            (start + at + _TILE / 2) * _TILE
+            for start, length in chunks
+            for at in range(0, length, _TILE)
+        ]
+        busy = [0.0] * self.sms
+        for tile in sorted(tiles, reverse=True):
+            for _ in range(self.heads):
+                heapq.heapreplace(busy, busy[0] + tile)
+        return max(busy) * self.sms / self.heads
 
     def ms(self, tokens: int, keys: int, pairs: float, rows: int) -> float:
         """Milliseconds of a step. Steps with prompts are padded to the sizes of CUDA graphs."""
@@ -88,7 +119,7 @@ DEVICES = {
             (768, 15.7), (896, 18.2), (960, 19.3), (1024, 21.7), (1088, 26.3), (1152, 26.1),
             (1280, 28.9), (1408, 30.2), (1536, 34.3), (1920, 40.0), (2048, 44.5), (4096, 86.0),
         ),
-        43e-6, 1.2e-6, kv_tokens=800_000,
+        43e-6, 1.05e-6, kv_tokens=800_000, heads=32,
     ),
     "2b": Device(
         (
@@ -174,7 +205,8 @@ class StandIn:
         lengths, starts = compute.lengths, compute.starts
         is_prompt = (lengths > 1) | (starts == 0)
         keys = int((starts[~is_prompt] + 1).sum())
-        pairs = float((lengths * (starts + lengths / 2))[is_prompt].sum())
+        chunks = zip(starts[is_prompt].tolist(), lengths[is_prompt].tolist(), strict=True)
+        pairs = self.device.pairs(list(chunks))
         tokens, rows = int(lengths.sum()), int((~is_prompt).sum())
         ms = self.slower * self.device.ms(tokens, keys, pairs, rows)
         self.free_at = max(self.free_at, self.now) + ms / 1e3
@@ -225,6 +257,7 @@ def run(
         model_name="simulated", dtype="bfloat16", num_features=0, hidden=8, vocab_size=1000,
         max_model_len=131072, block_size=16, num_blocks=device.kv_tokens // 16,
         max_num_sequences=256, max_batched_tokens=8192, num_weight_tokens=device.weight_tokens,
+        wave_tokens=device.wave_tokens,
     )  # fmt: skip
     runner = StandIn(device, info)
     cost = measured_cost(runner, 1.0, step_ms, runner.clock)

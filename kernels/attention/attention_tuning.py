@@ -238,6 +238,22 @@ MAX_CACHED_SHARE = 0.25  # largest ratio of pairs with cached tokens to pairs wi
 MIN_CAPTURED_PAIRS, MAX_CAPTURED_PAIRS, MEASURED_WIDTH = 1_000_000, 12_000_000, 2_048
 
 
+# Tokens of a tile of FlashAttention-3 for heads of up to 128 elements, and of the two CTAs of an SM
+# in `PrefillAttention`.
+_PREFILL_TILE = 128
+
+
+def wave_tokens(facts: AttentionFacts) -> int:
+    """Returns the number of prompt tokens whose attention fills all SMs once, in whole tiles.
+
+    An SM computes one tile of one head at a time. Returns 0 if it is not known, or if the heads of
+    one tile are too many for the SMs.
+    """
+    if not facts.device.is_hopper or facts.head_dim > 128:
+        return 0
+    return facts.device.num_sms // facts.num_heads * _PREFILL_TILE
+
+
 # Requirements of the kernels. A check returns the obstacle for an error message, or "".
 
 

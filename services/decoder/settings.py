@@ -32,7 +32,8 @@ class DecoderSettings(EngineServiceSettings):
             that fit. Longer steps give a little more throughput and sooner first tokens under load,
             and shorter steps give sooner later tokens. A step may take at least twice the time of
             reading the weights. Defaults to 40. If reading the weights takes more than 10, the
-            default is five times as long as that, but at most 80.
+            default is five times as long as that, but at most 80. Behind contexts of tens of
+            thousands of tokens, a step of the default length may take half as long again.
         speculation: source of drafts, which are guesses of a sequence's next tokens that are
             verified together in one step. `lookup` copies them from the request's own text, and
             from a `prediction` in the request. `mtp` makes them with the model's own layer for

@@ -107,9 +107,10 @@ def measured_cost(
             if count == 1:
                 last_s = clock() - started
         round_s = clock() - began
-    cost = StepCost(info.num_weight_tokens, info.expert_share)
+    cost = StepCost(info.num_weight_tokens, info.expert_share, info.wave_tokens)
     cost.fit(list(timings.steps.values()))
     bound_ms = cost.default_step_ms if step_ms is None else step_ms
+    cost.may_stretch = step_ms is None  # a bound that an operator has set holds
     sizes_s = budget_s * (_SIZES_SHARE if info.task == "generate" else _SEARCH_SIZES_SHARE)
     cost.efficient_tokens = _efficient_tokens(runner, cost, sizes_s, bound_ms, clock)
     return cost

@@ -228,6 +228,8 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         has_draft_head: True if the model drafts tokens itself, see `DraftHead`.
         num_weight_tokens: number of tokens whose keys and values have as many bytes as the weights.
         expert_share: share of a layer's experts that one token uses; 0 if there are no experts.
+        wave_tokens: number of prompt tokens whose attention fills all SMs once: each SM computes
+            one tile of one head. 0 if it is not known.
         on_gpu: True if the engine computes on a GPU.
         has_states: True if rows have recurrent states. KV blocks are then shared only together with
             a state.
@@ -256,6 +258,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     has_draft_head: bool = False
     num_weight_tokens: int = 0
     expert_share: float = 0.0
+    wave_tokens: int = 0
     on_gpu: bool = False
     has_states: bool = False
     num_checkpoints: int = 0

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
+from services.decoder.engine.schedule.step_budget import StepBudget
 from services.decoder.engine.schedule.step_cost import Limit, StepCost, StepLoad
 from services.decoder.engine.step import Step
 from tests.fake_runner import FakeRunner, add_message, runner_info
@@ -46,11 +47,11 @@ def load_of(rows: int = 0, context: int = 0, *chunks: tuple[int, int]) -> StepLo
     return load
 
 
-def fitted(device: str, scale: float = 1.0) -> StepCost:
+def fitted(device: str, scale: float = 1.0, wave_tokens: int = 0) -> StepCost:
     """As `measured_cost` fits it: a few steps, within three percent."""
     most = 1024 if device == "cpu" else 8192
     share = 8 / 128 if device == "experts" else 0.0
-    noise, cost = random.Random(0), StepCost(CONTEXT[device], share)
+    noise, cost = random.Random(0), StepCost(CONTEXT[device], share, wave_tokens)
     loads = [load_of(0, 0, (0, 1)), load_of(1, 2), load_of(64, 3)]
     loads += [load_of(0, 0, (0, n)) for n in (32, 256, 1024, 4096, most) if n <= most]
     loads += [load_of(0, 0, (most, 1024)), load_of(1, most + 1024)]
@@ -169,6 +170,48 @@ def test_a_chunk_fits_and_no_much_longer_one_does(
         assert lasts(room) <= limit.ms * 1.0001
     if room < limit.tokens - load.tokens:
         assert lasts(room + 64) >= limit.ms * 0.9999  # a graph's size
+
+
+@pytest.mark.parametrize(
+    ("start", "bound", "waves"),
+    [(0, 40.0, 0), (90_000, 70.0, 0), (90_000, 100.0, 1), (60_000, 160.0, 2)],
+    ids=["short", "less than a wave", "a wave", "two waves"],
+)
+def test_a_lone_chunk_behind_many_keys_fills_whole_waves(start: int, bound: ms, waves: int) -> None:
+    """640 tokens behind 90,000 keys would take as long as 1,024, and 512 take half as long."""
+    limit, load = Limit(bound, 8192, 0), StepLoad()
+    cost, other = fitted("gpu", wave_tokens=512), fitted("gpu")
+    room = other.fitting_tokens(load, start, limit)
+    assert cost.fitting_tokens(load, start, limit) == (512 * waves or room)
+    assert room % 512
+    # Beside another chunk, the chunk's own tiles need not fill the wave.
+    half, beside = limit._replace(is_half=True), load_of(0, 0, (0, 64))
+    assert cost.fitting_tokens(load, start, half) == room
+    shared = other.fitting_tokens(beside, start, limit)
+    assert cost.fitting_tokens(beside, start, limit) == shared
+
+
+@pytest.mark.parametrize(("is_default", "size"), [(True, 960), (True, sys.maxsize), (False, 960)])
+def test_a_step_of_an_efficient_size_may_last_longer(is_default: bool, size: int) -> None:
+    """Behind 30,000 keys, 40 ms are too few for it. The bound that an operator sets holds."""
+    cost, context = fitted("gpu"), 30_000
+    cost.may_stretch, cost.efficient_tokens = is_default, size
+
+    def lasts(step_ms: ms, *, alone: bool = False) -> ms:
+        load = StepLoad() if alone else load_of(3, context)
+        budget = StepBudget(cost, load, step_ms=step_ms, max_tokens=8192, alone=alone)
+        load.add_chunk(context, budget.fitting_tokens(context))
+        assert alone or load.tokens <= size
+        return cost.predict(load)
+
+    if is_default and size == 960:
+        assert 50 < lasts(40.0) <= 60.0
+    else:
+        assert 35 < lasts(40.0) <= 40.0
+    assert lasts(40.0, alone=True) <= 160.0
+    shortest = lasts(0.0)
+    cost.may_stretch = False
+    assert lasts(0.0) == shortest
 
 
 def test_the_first_steps_are_timed_by_an_engine_that_leaves_nothing_behind() -> None:

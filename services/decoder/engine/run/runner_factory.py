@@ -15,7 +15,7 @@ import torch
 from msgspec import structs
 from torch import nn
 
-from kernels.attention.attention_tuning import AttentionFacts
+from kernels.attention.attention_tuning import AttentionFacts, wave_tokens
 from kernels.attention.fp8_pages import E4M3
 from kernels.device import DeviceFacts
 from kernels.linear_attention.draft_runs import KeptInputs
@@ -230,6 +230,7 @@ def create_runner(
                 num_checkpoints=num_checkpoints,
                 **_host_slots(text, options, shape, dtype, num_checkpoints),
                 num_weight_tokens=_weight_bytes(model) * shape.block_size // shape.block_bytes,
+                wave_tokens=wave_tokens(facts),
             )
         )
         with_graphs = options.cuda_graphs and info.on_gpu

@@ -37,7 +37,9 @@ class StepBudget:
         # long.
         self._longest_chunk = cost.fitting_tokens(load, 0, whole)
         if not alone:
-            whole = whole._replace(tokens=min(max_tokens, cost.efficient_tokens))
+            tokens = min(max_tokens, cost.efficient_tokens)
+            ms = cost.sized_bound(whole.ms) if step_ms else whole.ms  # 0: as short as possible
+            whole = whole._replace(ms=ms, tokens=tokens)
         self._whole = self._limit = whole
 
     @property

@@ -53,6 +53,8 @@ _FEW_DECODES, _LEAST_CROWDED = 60, 320
 # it, a step may last five times as long as reading them, up to the longest gap that a reader of an
 # answer should see.
 _STEP_MS, _LONG_READ, _READS, _GAP_MS = 40.0, 0.25, 5, 80.0
+# So many times as long as its bound may a step of an efficient number of tokens last.
+_STRETCH = 1.5
 
 
 @dataclass(slots=True)
@@ -86,11 +88,13 @@ class Limit(NamedTuple):
         ms: milliseconds that the step may last.
         tokens: the most tokens that the step may have.
         least: number of tokens that the step may have even if they take longer than `ms`.
+        is_half: True if another prompt takes the rest of the step.
     """
 
     ms: float
     tokens: int
     least: int
+    is_half: bool = False
 
 
 class StepCost:
@@ -100,18 +104,24 @@ class StepCost:
         num_weight_tokens: number of tokens whose keys and values have as many bytes as the weights.
             The first guess of the time of attention depends on it.
         expert_share: share of a layer's experts that one token uses; 0 if the model has no experts.
+        wave_tokens: number of prompt tokens whose attention fills all SMs once, see
+            `EngineInfo.wave_tokens`.
 
     Attributes:
         decode_period: number of steps without prompts of which one is observed.
         efficient_tokens: number of tokens above which each token of a step takes longer than below
             it, see `calibration`.
+        may_stretch: True if a step with fewer tokens than `efficient_tokens` may last longer than
+            its bound, see `sized_bound`.
     """
 
     decode_period = 16
 
-    def __init__(self, num_weight_tokens: int = 0, expert_share: float = 0.0) -> None:
+    def __init__(
+        self, num_weight_tokens: int = 0, expert_share: float = 0.0, wave_tokens: int = 0
+    ) -> None:
         context = max(1, num_weight_tokens)
-        self._expert_share = expert_share
+        self._expert_share, self._wave_tokens = expert_share, wave_tokens
         self._coefficients = [
             1.0,
             _TOKEN / 4,
@@ -123,7 +133,7 @@ class StepCost:
         ]
         self._is_measured = False
         self._draft_ms, self._num_observed_drafts = 0.0, 0
-        self.efficient_tokens = sys.maxsize
+        self.efficient_tokens, self.may_stretch = sys.maxsize, False
 
     def predict(self, load: StepLoad) -> float:
         """Returns the milliseconds that a step lasts; 0 before any step was measured."""
@@ -167,6 +177,15 @@ class StepCost:
         least = max(_LEAST_CROWDED, num_decodes + _LEAST_MIN_CHUNK)
         return -(-least // _GRAPH_TOKENS) * _GRAPH_TOKENS
 
+    def sized_bound(self, bound_ms: float) -> float:
+        """Returns the milliseconds that a step of at most `efficient_tokens` tokens may last.
+
+        Behind long contexts, attention takes so long that a step within its bound would have fewer
+        tokens than is efficient.
+        """
+        stretches = self.may_stretch and self.efficient_tokens < sys.maxsize
+        return _STRETCH * bound_ms if stretches else bound_ms
+
     def fitting_tokens(self, load: StepLoad, start: int, limit: Limit) -> int:
         """Returns the most tokens of a prompt that fit into a step.
 
@@ -179,6 +198,9 @@ class StepCost:
         fitting = min(most, self._max_chunk(load, start, limit.ms))
         if fitting < most and (total := load.tokens + fitting) > _LEAST_GRAPH:
             fitting -= total % _GRAPH_TOKENS
+            # Tiles of several prompts, which attend to more and fewer keys, share the SMs better.
+            if not load.pairs and not limit.is_half:
+                fitting -= self._surplus(load, start, fitting)
         return max(fitting, limit.least - load.tokens, 0)
 
     def half_limit(self, load: StepLoad, limit: Limit) -> Limit:
@@ -187,7 +209,33 @@ class StepCost:
             (self.predict(load) + limit.ms) / 2,
             (load.tokens + limit.tokens) // 2,
             (load.tokens + limit.least) // 2,
+            is_half=True,
         )
+
+    def _surplus(self, load: StepLoad, start: int, length: int) -> int:
+        """Returns by how many tokens a chunk should be shorter, so that attention is faster.
+
+        The tiles of all heads are computed in waves, one tile on each SM, and a wave with few tiles
+        takes as long as one with many. With 32 heads and 132 SMs, 512 tokens are one wave, and 640
+        tokens take as long as 1,024. The chunk becomes shorter if the step then computes more
+        tokens in the same time, which is so if attention takes a large part of it.
+
+        Args:
+            load: the work of the step without the chunk. It has no other chunk.
+            start: index of the chunk's first token in the prompt.
+            length: number of tokens of the chunk.
+        """
+        total, wave = load.tokens + length, self._wave_tokens
+        if not wave or total < wave or (surplus := total % wave) >= length:
+            return 0
+        pair_ms = self._coefficients[4]
+        shorter = length - surplus
+
+        def rate(tokens: int, attended: int) -> float:
+            step = StepLoad(load.rows, load.tokens + tokens, keys=load.keys)
+            return tokens / (self.predict(step) + pair_ms * start * attended)
+
+        return surplus if rate(shorter, shorter) > rate(length, shorter + wave) else 0
 
     def _max_chunk(self, load: StepLoad, start: int, bound_ms: float) -> int:
         """Returns the most tokens of a prompt with which the step lasts at most `bound_ms`."""
