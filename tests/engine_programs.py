@@ -71,6 +71,7 @@ class Arrival:
         names = ("max_tokens", "token_masks", "tenant", "priority", "prompt_logprobs")
         fields = {name: getattr(self, name) for name in names}
         fields["background"] = self.tenant.endswith("/batch")
+        fields["request"] = f"request {number % 3}"  # whose share counts if the model is for search
         message = add_message(number, prompt, images=images, **fields)
         tokens, _ = expected_tokens(message, max_model_len)
         if self.stops:

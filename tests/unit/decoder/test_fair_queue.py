@@ -99,6 +99,29 @@ def test_a_single_query_does_not_wait_for_the_last_requests_of_a_crowd() -> None
     assert longest == 1
 
 
+@pytest.mark.parametrize("length", [100, 500, 3000])
+def test_a_long_request_delays_no_query_and_gets_an_even_share(length: int) -> None:
+    """Beside clients that ask for more as soon as they have an answer, and fill every step."""
+    search, tokens = Search(), 48_000
+    giant = search.ask("giant", *[length] * (tokens // length))
+    waiting = {n: search.ask(f"batch {n}", *[500] * 8) for n in range(8)}
+    asked, asked_at, query = 8, 0, 0
+    while not set(giant) <= search.done.keys():
+        assert search.steps < 700
+        if search.steps % 4 == 0:
+            (query,) = search.ask(f"query {search.steps}", 30)
+            asked_at = search.steps
+        assert search.step() == BUDGET
+        assert search.done[query] == asked_at + 1
+        for request in [n for n, each in waiting.items() if set(each) <= search.done.keys()]:
+            del waiting[request]
+            waiting[asked] = search.ask(f"batch {asked}", *[500] * 8)
+            asked += 1
+    # Nine requests and some queries share the device until the share of the long one is due. Then
+    # it has half of each step.
+    assert search.steps <= (10 + 2) * tokens / BUDGET
+
+
 def test_requests_that_were_aborted_do_not_count() -> None:
     """The device does not compute their tokens, so virtual time does not wait for these."""
     search = Search()
@@ -164,15 +187,15 @@ def test_no_prompt_waits_forever_for_short_ones() -> None:
     """Short requests alone fill every step, and a long one still gets its share."""
     search = Search()
     (long,) = search.ask("long", 4000)
-    for index in range(400):
+    for index in range(200):
         for part in range(32):
             search.ask(f"short {index} {part}", 30)
         search.step()
         if long in search.done:
             break
-    # First the others compute as much as if each of twice 33 requests had 4,000 tokens, then it
-    # gets half of each step.
-    assert 100 < search.done[long] <= 2 * 33 * 4000 / BUDGET + 2 * 4000 / BUDGET
+    # First the others compute as much as if each of 33 requests had 4,000 tokens, then it gets half
+    # of each step.
+    assert 100 < search.done[long] <= 33 * 4000 / BUDGET + 2 * 4000 / BUDGET + 2
 
 
 def test_a_query_passes_long_documents_that_were_begun() -> None:

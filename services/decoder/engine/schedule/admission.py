@@ -11,7 +11,7 @@ behind all others, whosever they are, and are the first to be preempted. Quotas 
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, takewhile
 from operator import attrgetter
 
 from services.decoder.engine.schedule.fair_queue import FairQueue
@@ -34,10 +34,13 @@ class Admission:
 
     Attributes:
         free_rows: rows that no sequence holds.
+        prefers_overdue: True while sequences of overdue requests (`fair_queue`) come before the
+            others of their tenant and priority.
     """
 
     def __init__(self, num_rows: int, *, fair: bool = False) -> None:
         self._fair_queue = FairQueue() if fair else None
+        self.prefers_overdue = False
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self._queues: dict[str, list[Sequence]] = {}  # by tenant, not empty
         self._num_rows = Counter[str]()  # by tenant
@@ -71,16 +74,26 @@ class Admission:
             request, num_tokens = sequence.message.request, sequence.num_prompt_tokens
             sequence.flow = fair.add(sequence.tenant, request, num_tokens)
 
-    def planned(self, num_tokens: int) -> None:
-        """Notes that a step computes so many tokens of prompts."""
-        if self._fair_queue is not None:
-            self._fair_queue.advance(num_tokens)
+    def planned(self, sequence: Sequence, num_tokens: int) -> None:
+        """Notes that a step computes so many tokens of a sequence's prompt."""
+        if self._fair_queue is not None and sequence.flow is not None:
+            self._fair_queue.advance(sequence.flow, num_tokens)
 
     def finished(self, sequence: Sequence) -> None:
         """Notes that a sequence has finished."""
         if self._fair_queue is not None:
             is_cut = sequence.num_computed_tokens < sequence.num_prompt_tokens
             self._fair_queue.remove(sequence.tenant, sequence.message.request, is_cut=is_cut)
+
+    @property
+    def has_overdue(self) -> bool:
+        """True if a request is overdue (`fair_queue`)."""
+        return self._fair_queue is not None and self._fair_queue.has_overdue
+
+    def is_overdue(self, sequence: Sequence) -> bool:
+        """Returns whether the sequence's request is overdue (`fair_queue`)."""
+        fair, flow = self._fair_queue, sequence.flow
+        return fair is not None and flow is not None and fair.is_overdue(flow)
 
     def wait(self, sequence: Sequence) -> None:
         """Queues a new or a preempted sequence."""
@@ -99,7 +112,7 @@ class Admission:
         if self._fair_queue is not None and self._fair_queue.take_change():
             for queue in self._queues.values():
                 queue.sort(key=_turn)
-        heads = [queue[0] for queue in self._queues.values()]
+        heads = [self._first(queue) for queue in self._queues.values()]
         return min(heads, key=lambda s: (self._use(s), s.arrival), default=None)
 
     def admit(self, sequence: Sequence) -> None:
@@ -107,7 +120,7 @@ class Admission:
         self.remove(sequence)
         self._num_rows[sequence.tenant] += 1
         if not sequence.num_preemptions:
-            self.planned(sequence.num_cached_tokens)
+            self.planned(sequence, sequence.num_cached_tokens)
         sequence.row = self.free_rows.pop()
 
     def release_row(self, sequence: Sequence) -> None:
@@ -121,14 +134,14 @@ class Admission:
     def precedes(self, head: Sequence, prefilling: Sequence) -> bool:
         """Returns whether the head's first chunk comes before another prompt's next chunk."""
         if head.tenant == prefilling.tenant:
-            return self._fair_queue is not None and _turn(head) < _turn(prefilling)
+            return self._fair_queue is not None and self._place(head) < self._place(prefilling)
         return self._use(head) <= self._use(prefilling)
 
     def ordered(self, prefilling: Iterable[Sequence]) -> list[Sequence]:
         """Returns prompts under way in the order in which a step computes them."""
         found = list(prefilling)
         if self._fair_queue is not None:
-            found.sort(key=_turn)
+            found.sort(key=self._place)
         return sorted(found, key=self._use) if len(self._num_rows) > 1 else found
 
     def victim(self, running: list[Sequence]) -> Sequence:
@@ -161,6 +174,21 @@ class Admission:
         ]
         return self.victim(able) if able else None
 
+    def _first(self, queue: list[Sequence]) -> Sequence:
+        """Returns the first sequence of a tenant's queue."""
+        first = queue[0]
+        if self.prefers_overdue:
+            alike = takewhile(lambda s: s.message.priority == first.message.priority, queue)
+            first = min(filter(self.is_overdue, alike), key=self._place, default=first)
+        return first
+
+    def _place(self, sequence: Sequence) -> tuple[int, bool, float, int]:
+        """Returns the key that orders the sequences of a tenant at present."""
+        priority, tag, arrival = _turn(sequence)
+        if self.prefers_overdue and sequence.flow is not None and self.is_overdue(sequence):
+            return priority, False, sequence.flow.due, arrival
+        return priority, True, tag, arrival
+
     def _use(self, sequence: Sequence) -> float:
         """Returns the number of rows that the sequence's tenant holds, divided by its weight. The
         sequences of a tenant all run in the background, or none does.
@@ -170,6 +198,6 @@ class Admission:
 
 
 def _turn(sequence: Sequence) -> tuple[int, float, int]:
-    """Returns the key that orders the sequences of a tenant."""
+    """Returns the key that orders the waiting sequences of a tenant."""
     tag = 0.0 if sequence.flow is None else sequence.flow.finish_tag
     return sequence.message.priority, tag, sequence.arrival

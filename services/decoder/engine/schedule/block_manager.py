@@ -10,8 +10,8 @@ A block is registered as soon as the step that fills it was launched and the ids
 known, even if the step still runs. Another sequence that finds the block reads it in a later step,
 and the device runs the steps in order, so the contents are there by then. A model for search
 registers the blocks of a prompt's chunk when the chunk is planned, so that prompts with the same
-prefix share it within one step: each layer stores the keys and values of all tokens of the step
-before any token attends to them. `retract` reverts this if the step is not launched after all.
+prefix share it within one step: each layer stores all keys and values of the step before any token
+attends to them.
 """
 
 from collections import OrderedDict
@@ -156,9 +156,7 @@ class BlockManager:
         sequence.num_registered_blocks = num_full
 
     def retract(self, sequence: Sequence, num_tokens: int) -> None:
-        """Removes the blocks behind a sequence's first `num_tokens` tokens from the prefix cache,
-        because the step that should have filled them was not launched.
-        """
+        """Unregisters the blocks behind `num_tokens` tokens, whose step was not launched."""
         first = num_tokens // self.block_size
         for block in sequence.block_table[first : sequence.num_registered_blocks]:
             self._unregister(block)

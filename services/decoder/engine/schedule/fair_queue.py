@@ -15,23 +15,23 @@ with each computed token, so no request waits forever. Each is complete about as
 device was shared evenly, or earlier.
 
 A token advances virtual time by one part in n, the number of *active* requests: with an even share
-they would not be complete yet, because their tags are later than the present virtual time. Most of
-them may be complete, because one request is computed after the other. If only unfinished requests
+they would not be complete yet, because their tags are later than the present virtual time. Many of
+them are complete, because one request is computed after the other. If only unfinished requests
 counted, virtual time would pass the tags of the last requests of a crowd, and a query would wait
 for all of these.
 
-But n is at most twice the *crowd*, the largest number of requests that were unfinished together,
-until virtual time passes the tags of that moment. Otherwise, a client that sends one request after
-the other would count many times, because its requests are complete earlier than with an even share,
-and a long request would wait for ever more of them.
+This order alone lets a long request wait for a long time: clients that send one request after the
+other count many times, because their requests are complete earlier than with an even share. So a
+request also has a *due time*, on a clock that a token advances by one part in the number of
+unfinished requests. A request whose due time has passed is *overdue*, and overdue requests get the
+first half of each step (`Prefills.plan`). The tokens of an overdue request do not advance virtual
+time. They make its tag earlier, but no earlier than if the rest of it arrived now, so that the
+second half of each step is left to others.
 """
 
 from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush
 from itertools import count
-
-# Most active requests that count, relative to the crowd.
-_MOST_ACTIVE = 2
 
 
 @dataclass(slots=True)
@@ -40,13 +40,17 @@ class Flow:
 
     Attributes:
         num_sequences: number of sequences that have not finished.
+        num_left: number of tokens that were not planned yet.
         finish_tag: virtual time at which the prompts that have arrived so far are complete.
+        due: time of the other clock at which they should be complete at the latest.
         is_active: True if the finish tag is later than the present virtual time.
         is_cut: True if a sequence has finished before its prompt was computed.
     """
 
     num_sequences: int = 0
+    num_left: int = 0
     finish_tag: float = 0.0
+    due: float = 0.0
     is_active: bool = False
     is_cut: bool = False
 
@@ -56,29 +60,31 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._has_changed = False  # whether a finish tag has changed since `take_change`
-        self._time = 0.0
+        self._time = self._due_time = 0.0
         self._flows: dict[tuple[str, str], Flow] = {}
-        # Requests by finish tag: all active ones, and some that were cut short. A tag may have
-        # become later since it was entered, which is found out when it is the first.
+        # Active requests by finish tag. An entry with another tag than its request's, or whose
+        # request is not active, does not count.
         self._tags: list[tuple[float, int, Flow]] = []
         self._num_active = 0
         self._orders = count()
-        self._crowd = 0
-        self._crowd_until = 0.0  # virtual time up to which the size of the crowd counts
-        self._last_tag = 0.0  # the latest finish tag so far
+
+    @property
+    def has_overdue(self) -> bool:
+        """True if a request is overdue."""
+        return any([flow.due <= self._due_time for flow in self._flows.values()])
+
+    def is_overdue(self, flow: Flow) -> bool:
+        """Returns whether a request is overdue."""
+        return flow.due <= self._due_time
 
     def add(self, tenant: str, request: str, num_tokens: int) -> Flow:
         """Adds a sequence, which makes the finish tag of its request later. Returns the request."""
         flow = self._flows.setdefault((tenant, request), Flow())
         flow.num_sequences += 1
+        flow.num_left += num_tokens
         flow.finish_tag = max(flow.finish_tag, self._time) + num_tokens
-        self._last_tag = max(self._last_tag, flow.finish_tag)
-        if len(self._flows) >= self._crowd or self._time >= self._crowd_until:
-            self._crowd, self._crowd_until = len(self._flows), self._last_tag
-        if not flow.is_active:
-            flow.is_active = True
-            self._num_active += 1
-            heappush(self._tags, (flow.finish_tag, next(self._orders), flow))
+        flow.due = max(flow.due, self._due_time) + num_tokens
+        self._enter(flow)
         self._has_changed = True
         return flow
 
@@ -89,17 +95,22 @@ class FairQueue:
         changed, self._has_changed = self._has_changed, False
         return changed
 
-    def advance(self, num_tokens: int) -> None:
-        """Notes that so many tokens of prompts were planned, or found in the prefix cache."""
+    def advance(self, flow: Flow, num_tokens: int) -> None:
+        """Notes that so many tokens of a request were planned, or found in the prefix cache."""
+        self._due_time += num_tokens / max(1, len(self._flows))
+        flow.num_left = max(0, flow.num_left - num_tokens)
+        if self.is_overdue(flow):
+            flow.finish_tag = max(flow.finish_tag - num_tokens, self._time + flow.num_left)
+            self._has_changed = True
+            self._enter(flow)
+            return
         left = float(num_tokens)
         while left > 0 and self._tags:
-            tag, order, flow = self._tags[0]
-            if not flow.is_active:
+            tag, _, flow = self._tags[0]
+            if not flow.is_active or tag != flow.finish_tag:
                 heappop(self._tags)
-            elif flow.finish_tag > tag:
-                heapreplace(self._tags, (flow.finish_tag, order, flow))
-            elif (needed := (tag - self._time) * self._num_sharing) > left:
-                self._time += left / self._num_sharing
+            elif (needed := (tag - self._time) * self._num_active) > left:
+                self._time += left / self._num_active
                 return
             else:
                 self._time, left = tag, left - needed
@@ -119,12 +130,16 @@ class FairQueue:
             self._tags.clear()
             self._num_active = 0
 
-    @property
-    def _num_sharing(self) -> int:
-        """Number of requests that share the next token; not 0 if a request is active."""
-        return min(self._num_active, _MOST_ACTIVE * self._crowd)
+    def _enter(self, flow: Flow) -> None:
+        """Notes a request's new finish tag, which decides whether the request is active."""
+        if flow.finish_tag <= self._time:
+            self._deactivate(flow)
+            return
+        self._num_active += not flow.is_active
+        flow.is_active = True
+        heappush(self._tags, (flow.finish_tag, next(self._orders), flow))
 
     def _deactivate(self, flow: Flow) -> None:
-        """Lets a request no longer count as active. Its entry in `_tags` stays."""
+        """Lets a request no longer count as active. Its entries in `_tags` stay."""
         self._num_active -= flow.is_active
         flow.is_active = False

@@ -5,6 +5,7 @@ completion tokens so far are computed like tokens of its prompt.
 """
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.schedule.admission import Admission, latest
@@ -129,7 +130,8 @@ class Prefills:
 
         A prompt is long if its tokens do not fit into a whole step (`StepBudget`). The prompts
         after the first long one would otherwise wait for it. Therefore they get one half of the
-        budget, and the long prompt gets the other half and what they have not used.
+        budget, and the long prompt gets the other half and what they have not used. Prompts of
+        overdue requests get up to half of the budget before all of them.
 
         Args:
             budget: time and tokens of the step that prompts may use.
@@ -137,21 +139,43 @@ class Prefills:
         """
         self._step = step
         chunks: list[Chunk] = []
-        long: Sequence | None = None
-        prompts = self._prompts()
-        while not budget.is_spent and (sequence := next(prompts, None)) is not None:
-            start = sequence.num_computed_tokens
-            if long is None and budget.exceeds_step(self._chunk_end(sequence, start) - start):
-                long = sequence
-                budget.reserve_half()
-            # If not even one token fits, a later prompt may still fit, because its next tokens may
-            # attend to fewer keys.
-            elif budget.fitting_tokens(start):
-                chunks += self._advance(sequence, budget)
-        if long is not None:
+        overdue = self._plan_overdue(budget, chunks) if self.waiting.has_overdue else None
+        long, prompts = overdue, self._prompts()
+        while True:
+            while not budget.is_spent and (sequence := next(prompts, None)) is not None:
+                start = sequence.num_computed_tokens
+                if sequence is long:
+                    continue
+                if long is None and budget.exceeds_step(self._chunk_end(sequence, start) - start):
+                    long = sequence
+                    budget.reserve_half()
+                # If not even one token fits, a later prompt may still fit, because its next tokens
+                # may attend to fewer keys.
+                elif budget.fitting_tokens(start):
+                    chunks += self._advance(sequence, budget)
+            if long is None or long.last_prefill_step == step:
+                return chunks
             budget.release_half()
             chunks += self._advance(long, budget)
-        return chunks
+            if long is not overdue:  # Otherwise, it may need less than the other half.
+                return chunks
+
+    def _plan_overdue(self, budget: StepBudget, chunks: list[Chunk]) -> Sequence | None:
+        """Appends chunks of overdue requests (`fair_queue`) for at most half of the budget. Returns
+        the first prompt that does not fit, which counts as long.
+        """
+        long: Sequence | None = None
+        self.waiting.prefers_overdue = True
+        budget.reserve_half()
+        for sequence in takewhile(self.waiting.is_overdue, self._prompts()):
+            start = sequence.num_computed_tokens
+            if self._chunk_end(sequence, start) - start > budget.fitting_tokens(start):
+                long = sequence
+                break
+            chunks += self._advance(sequence, budget)
+        self.waiting.prefers_overdue = False
+        (budget.release_half if long is None else budget.reserve_half)()
+        return long
 
     def try_park(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Parks a waiting sequence if no chunk can be planned after its cached `prefix`, because
@@ -218,7 +242,7 @@ class Prefills:
         if self._shares_in_step and length > 1:
             self._blocks.register(sequence)
         budget.spend(start, length)
-        self.waiting.planned(length)
+        self.waiting.planned(sequence, length)
         return [Chunk(sequence, start, length, False, samples, checkpoints=checkpoints)]
 
     def _try_admit(self) -> Sequence | None:

@@ -253,16 +253,15 @@ class Scheduler:
 
     def abandon(self, batch: Batch) -> None:
         """Reverts a batch whose launch has failed. Its sequences are preempted, because the
-        contents of their rows on the device are undefined. So are the sequences that were admitted
-        without a chunk, because they may share blocks that the batch should have filled.
+        contents of their rows on the device are undefined. So are sequences that were admitted
+        without a chunk, which may share blocks of the batch.
         """
         self.roll_back(batch)
         self.blocks.copies.failed()
         for chunk in batch.chunks:
             self.blocks.states.abandon(chunk.checkpoints)
             self.blocks.retract(chunk.sequence, chunk.start)
-        involved = [chunk.sequence for chunk in batch.chunks] + batch.admitted
-        for sequence in dict.fromkeys(involved):
+        for sequence in dict.fromkeys([c.sequence for c in batch.chunks] + batch.admitted):
             if sequence.state is SequenceState.RUNNING:
                 self._preempt(sequence)
 
