@@ -6,8 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Smallest rank, which is the smallest width that tensor cores multiply.
-LEAST_RANK = 16
+from kernels.gemm.changes import LEAST_RANK, Changes, num_words
 
 
 def padded_rank(rank: int) -> int:
@@ -42,6 +41,7 @@ class SlotFactors:
         b: `[N, slots, rank]`, factors that are applied to the product, times the scaling.
         sizes: number of rows of each of the layer's modules. Their sum is N.
         bias: `[N]`, bias of the layer, which DoRA does not scale. None if the layer has no bias.
+        words: memory of the kernels that add changes, see `Changes`.
         factor: `[slots, N]`, factors of the base layer's output for DoRA, 1 in slots without it.
             None as long as no slot has DoRA.
     """
@@ -49,6 +49,7 @@ class SlotFactors:
     a: Tensor
     b: Tensor
     sizes: tuple[int, ...]
+    words: Tensor
     bias: Tensor | None = None
     factor: Tensor | None = None
 
@@ -65,7 +66,13 @@ class SlotFactors:
         """Makes factors of empty slots with the data type and the device of `like`."""
         width = padded_rank(rank)
         a = like.new_zeros(slots, len(sizes), width, columns)
-        return cls(a, like.new_zeros(sum(sizes), slots, width), sizes, bias)
+        b = like.new_zeros(sum(sizes), slots, width)
+        words = like.new_zeros(num_words(sizes, slots, width), dtype=torch.int32)
+        return cls(a, b, sizes, words, bias)
+
+    def changes(self, rows: "AdapterRows") -> Changes:
+        """Returns the changes of tokens, for kernels that know no DoRA."""
+        return Changes(self.a, self.b, self.sizes, self.words, rows.slots, rows.first, rows.last)
 
     def with_factor(self) -> "SlotFactors":
         """Returns the same factors with memory for those of DoRA."""

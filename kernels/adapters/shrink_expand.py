@@ -12,7 +12,8 @@ three or four of them share an SM, and load the factors slot by slot.
 Few tokens leave most SMs idle during shrink, so its columns are split among CTAs, each of which
 writes a partial product. Expand adds the partial products, and loads `b` before it waits for them.
 
-One token of an unquantized layer needs neither kernel, see `kernels.gemm.gemv`.
+Up to 64 tokens of an unquantized layer need neither kernel: the layer's own kernel computes their
+changes, see `kernels.gemm.gemv` for one token and `kernels.gemm.skinny_changes` for several.
 
 A variant of a kernel takes up to a second to compile, so constants depend on classes of token
 counts, on the rank and on the number of slots, but neither on the sizes of a layer nor on the slots
@@ -27,11 +28,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.adapters.factors import LEAST_RANK, AdapterRows, Norm, SlotFactors, padded_rank
-from kernels.adapters.tiles import part_of_module, rows_of_tile
+from kernels.adapters.factors import AdapterRows, Norm, SlotFactors, padded_rank
 from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.add_norm import rms_norm
+from kernels.gemm.changes import LEAST_RANK
+from kernels.gemm.factor_columns import load_factors, used_columns
 from kernels.gemm.gemv import normed
+from kernels.gemm.module_tiles import part_of_module, rows_of_tile
 from kernels.gemm.silu_mul import swiglu
 from kernels.gemm.skinny_gemm import load_reduced
 
@@ -343,13 +346,10 @@ def _expand_kernel(
     up_b = b
     if ALONE:  # no earlier kernel of the step writes factors
         column = first + tl.arange(0, CHUNK)
-        used = tl.max((slot[:, None] == (column // RANK)[None, :]).to(tl.int32), 0) > 0
-        # All columns of a slot are used, or none. The compiler cannot know, and would load them one
-        # by one.
-        used = tl.max_constancy(used, 16)  # the smallest rank
-        b = _factors(b_ptr, row, is_row, column, used, b_stride)
+        used = used_columns(slot, column, RANK)
+        b = load_factors(b_ptr, row, is_row, column, used, b_stride)
         if SWIGLU:
-            up_b = _factors(b_ptr, row + size0, is_row, column, used, b_stride)
+            up_b = load_factors(b_ptr, row + size0, is_row, column, used, b_stride)
     wait_for_earlier(PDL)
     if SWIGLU or has_any:
         acc = tl.zeros((TOKENS, ROWS), tl.float32)
@@ -369,11 +369,11 @@ def _expand_kernel(
                 if tl.max(hits.to(tl.int32), 0) > 0:
                     column = at + tl.arange(0, CHUNK)
                     used = column < last_slot * RANK
-                    b = _factors(b_ptr, row, is_row, column, used, b_stride)
+                    b = load_factors(b_ptr, row, is_row, column, used, b_stride)
                     x = _products(own, slot, at, stride, SPLITS, RANK, CHUNK, b.dtype)
                     acc = tl.dot(x, tl.trans(b), acc)
                     if SWIGLU:
-                        b = _factors(b_ptr, row + size0, is_row, column, used, b_stride)
+                        b = load_factors(b_ptr, row + size0, is_row, column, used, b_stride)
                         x = _products(own + RANK, slot, at, stride, SPLITS, RANK, CHUNK, b.dtype)
                         up_acc = tl.dot(x, tl.trans(b), up_acc)
         inside = is_token[:, None] & is_row[None, :]
@@ -501,13 +501,6 @@ def _add_slots(acc, x, slot, least, most, b_ptr, row, is_row, b_stride, RANK: tl
         chosen = tl.where((slot == each)[:, None], x, 0.0)
         acc = tl.dot(chosen, tl.trans(b), acc)
     return acc
-
-
-@triton.jit
-def _factors(b_ptr, row, is_row, column, used, b_stride):
-    """Loads a tile `[ROWS, CHUNK]` of `b`. Columns that are not used are zeros."""
-    place = row.to(tl.int64)[:, None] * b_stride + column[None, :]
-    return tl.load(b_ptr + place, mask=is_row[:, None] & used[None, :], other=0.0)
 
 
 @triton.jit

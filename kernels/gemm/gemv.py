@@ -6,69 +6,24 @@ residual addition after it. With programmatic dependent launch, a kernel starts 
 kernel ends, and loads its first weights before its input is there. The reference implementations
 in `kernels.plain` have the same rounding.
 
-`Change` makes a GEMV add the change of a low-rank adapter before it rounds. The adapter's products
-are those of `shrink`, a GEMV by the factor `a` of the token's slot. Its CTAs load the factor before
-their input is there, and those of the next GEMV load their first weights meanwhile.
+With `Changes`, a GEMV adds the change of a low-rank adapter before it rounds, without a launch for
+it. The first programs of the grid multiply the token by the factor `a` of its slot, a row each. The
+next programs multiply the products by parts of the factor `b`. Both load their factors before their
+input is there. All other programs are those of the GEMV. They take the changes of their rows from
+the programs before them, see `kernels.hand_over`. Only the first wave of programs has to wait for a
+change. Later programs find it while they wait for the input.
 """
-
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import wait_for_earlier
+from kernels.gemm.changes import MODULES, Changes
+from kernels.gemm.gemv_change import expand_part, hand_to_parts, part_rows
 from kernels.gemm.silu_mul import swiglu
+from kernels.hand_over import take, take_rest
 from kernels.tuning import GemvConfig, gemv_config
-
-_MODULES = 4  # modules of a layer with adapters at most
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The change of one token's output by the adapter of its slot.
-
-    Attributes:
-        products: `[modules, rank]`, result of `shrink`.
-        b: `[N, slots, rank]`, factors `b` of all slots.
-        sizes: number of rows of each of the layer's modules.
-        slots: `[1]` int64, slot of the token, -1 for none.
-    """
-
-    products: Tensor
-    b: Tensor
-    sizes: tuple[int, ...]
-    slots: Tensor
-
-
-def shrink(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    a: Tensor,
-    slots: Tensor,
-    *,
-    pdl: int = 0,
-) -> Tensor:
-    """Multiplies a token by the factors `a` of its slot: `[1, K]` → `[modules, rank]`.
-
-    Each CTA computes a row of `a`, which its registers hold before the input is there. The products
-    of a token without a slot are zeros.
-
-    Args:
-        x: input of the layer, before the norm if there is one.
-        norm: `[K]`, weight of the norm. None if `x` is normalized.
-        eps: constant of the norm.
-        a: `[slots, modules, rank, K]`, factors `a` of all slots.
-        slots: `[1]` int64, slot of the token, -1 for none.
-        pdl: mode of dependent launch, see `wait_for_earlier`.
-    """
-    _, modules, rank, num_columns = a.shape
-    out = x.new_empty(modules, rank)
-    tile = triton.next_power_of_2(num_columns)
-    config = GemvConfig(rows=1, tile=tile, stages=0, warps=8 if tile > 4096 else 4)
-    _launch(x, a, out.view(1, -1), "linear", None, norm, eps, pdl, config, slots=slots)
-    return out
 
 
 def linear(
@@ -79,7 +34,7 @@ def linear(
     out: Tensor | None = None,
     pdl: int = 0,
     config: GemvConfig | None = None,
-    change: Change | None = None,
+    changes: Changes | None = None,
 ) -> Tensor:
     """Computes `x @ weight.T + bias`: `[1, K]`, `[N, K]` → `[1, N]`.
 
@@ -87,7 +42,7 @@ def linear(
     """
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0])
-    _launch(x, weight, out, "linear", bias, None, 0.0, pdl, config, change)
+    _launch(x, weight, out, "linear", bias, None, 0.0, pdl, config, changes)
     return out
 
 
@@ -100,11 +55,11 @@ def norm_linear(
     *,
     pdl: int = 0,
     config: GemvConfig | None = None,
-    change: Change | None = None,
+    changes: Changes | None = None,
 ) -> Tensor:
     """Computes `rms_norm(x) @ weight.T + bias`."""
     out = x.new_empty(x.shape[0], weight.shape[0])
-    _launch(x, weight, out, "norm_linear", bias, norm, eps, pdl, config, change)
+    _launch(x, weight, out, "norm_linear", bias, norm, eps, pdl, config, changes)
     return out
 
 
@@ -117,11 +72,11 @@ def norm_swiglu(
     *,
     pdl: int = 0,
     config: GemvConfig | None = None,
-    change: Change | None = None,
+    changes: Changes | None = None,
 ) -> Tensor:
     """Computes `silu_and_mul(rms_norm(x) @ weight.T + bias)`: `[1, K]`, `[2 * N, K]` → `[1, N]`."""
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    _launch(x, weight, out, "norm_swiglu", bias, norm, eps, pdl, config, change)
+    _launch(x, weight, out, "norm_swiglu", bias, norm, eps, pdl, config, changes)
     return out
 
 
@@ -133,10 +88,10 @@ def linear_residual(
     *,
     pdl: int = 0,
     config: GemvConfig | None = None,
-    change: Change | None = None,
+    changes: Changes | None = None,
 ) -> None:
     """Computes `residual += x @ weight.T + bias` in place."""
-    _launch(x, weight, residual, "linear_residual", bias, None, 0.0, pdl, config, change)
+    _launch(x, weight, residual, "linear_residual", bias, None, 0.0, pdl, config, changes)
 
 
 def _launch(
@@ -149,21 +104,22 @@ def _launch(
     eps: float,
     pdl: int,
     config: GemvConfig | None,
-    change: Change | None = None,
-    slots: Tensor | None = None,
+    changes: Changes | None,
 ) -> None:
-    """Launches the kernel. `slots` selects one of several weights, whose rows `out` has."""
     num_columns, num_rows = x.shape[1], out.shape[1]
     if config is None:
         config = gemv_config(kind, len(weight), num_columns)
     rows = config.rows
-    sizes, rank = [0] * _MODULES, 0
-    if change is not None:
-        assert len(change.sizes) <= _MODULES, f"{len(change.sizes)} modules"
-        sizes[: len(change.sizes)], rank, slots = change.sizes, change.b.shape[2], change.slots
-    while any(size % rows for size in (num_rows, *sizes)):
+    while num_rows % rows:
         rows //= 2
-    _gemv_kernel[(num_rows // rows,)](
+    sizes, modules, rank, part, parts = [0] * MODULES, 0, 0, 0, 0
+    if changes is not None:
+        _, modules, rank, _ = changes.a.shape
+        assert modules <= MODULES, f"{modules} modules"
+        sizes[:modules] = changes.sizes
+        part = part_rows(rank, config.warps)
+        parts = sum(triton.cdiv(size, part) for size in sizes)
+    _gemv_kernel[(modules * rank + parts + num_rows // rows,)](
         x,
         weight,
         out,
@@ -171,11 +127,13 @@ def _launch(
         bias,
         num_rows,
         eps,
-        slots,
-        None if change is None else change.products,
-        None if change is None else change.b,
-        0 if change is None else change.b.stride(0),
-        *sizes[:-1],
+        None if changes is None else changes.a,
+        None if changes is None else changes.b,
+        None if changes is None else changes.words,
+        None if changes is None else changes.slots,
+        0 if changes is None else changes.b.stride(0),
+        *sizes,
+        parts,
         WIDTH=num_columns,
         ROWS=rows,
         TILE=config.tile,
@@ -185,7 +143,9 @@ def _launch(
         BIAS=bias is not None,
         SWIGLU=kind == "norm_swiglu",
         ADD=kind == "linear_residual",
+        MODULES=modules,
         RANK=rank,
+        PART=part,
         PDL=pdl,
         num_warps=config.warps,
         launch_pdl=pdl > 0,
@@ -201,13 +161,16 @@ def _gemv_kernel(
     bias_ptr,
     num_rows,
     eps,
-    slots_ptr,
-    products_ptr,
+    a_ptr,
     b_ptr,
+    words_ptr,
+    slots_ptr,
     b_stride,
     size0,
     size1,
     size2,
+    size3,
+    num_parts,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -217,26 +180,263 @@ def _gemv_kernel(
     BIAS: tl.constexpr,
     SWIGLU: tl.constexpr,
     ADD: tl.constexpr,
+    MODULES: tl.constexpr,
     RANK: tl.constexpr,
+    PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes ROWS rows of the output.
+    """Computes ROWS rows of the output, or with RANK, a row of `a` or a part of the change.
 
-    With RANK, it adds the products times the factors `b` of the token's slot. Without RANK but with
-    slots, the weight is the slot's part of several, and the output of no slot is zeros.
+    The words are those of the change of each row, and then those of the products for each part.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0)
+    if RANK:
+        products_ptr = words_ptr + (size0 + size1 + size2 + size3)
+        if program < MODULES * RANK:
+            _shrink_row(
+                program,
+                x_ptr,
+                a_ptr,
+                products_ptr,
+                norm_ptr,
+                slots_ptr,
+                eps,
+                size0,
+                size1,
+                size2,
+                size3,
+                out_ptr.dtype.element_ty,
+                WIDTH,
+                TILE,
+                NUM_TILES,
+                STAGES,
+                NORM,
+                MODULES,
+                RANK,
+                PART,
+                PDL,
+            )
+        elif program < MODULES * RANK + num_parts:
+            expand_part(
+                program - MODULES * RANK,
+                b_ptr,
+                words_ptr,
+                products_ptr,
+                slots_ptr,
+                b_stride,
+                size0,
+                size1,
+                size2,
+                size3,
+                RANK,
+                PART,
+                PDL,
+            )
+        else:
+            _compute_rows(
+                program - MODULES * RANK - num_parts,
+                x_ptr,
+                weight_ptr,
+                out_ptr,
+                norm_ptr,
+                bias_ptr,
+                words_ptr,
+                num_rows,
+                eps,
+                WIDTH,
+                ROWS,
+                TILE,
+                NUM_TILES,
+                STAGES,
+                NORM,
+                BIAS,
+                SWIGLU,
+                ADD,
+                True,
+                PDL,
+            )
+    else:
+        _compute_rows(
+            program,
+            x_ptr,
+            weight_ptr,
+            out_ptr,
+            norm_ptr,
+            bias_ptr,
+            words_ptr,
+            num_rows,
+            eps,
+            WIDTH,
+            ROWS,
+            TILE,
+            NUM_TILES,
+            STAGES,
+            NORM,
+            BIAS,
+            SWIGLU,
+            ADD,
+            False,
+            PDL,
+        )
+
+
+@triton.jit
+def _shrink_row(
+    index,
+    x_ptr,
+    a_ptr,
+    products_ptr,
+    norm_ptr,
+    slots_ptr,
+    eps,
+    size0,
+    size1,
+    size2,
+    size3,
+    dtype: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    PART: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiplies the token by a row of its slot's `a`, for all parts of the row's module."""
+    slot = tl.load(slots_ptr)
+    row = tl.maximum(slot, 0) * (MODULES * RANK) + index
+    weights = (a_ptr + row * WIDTH) + tl.arange(0, TILE)[None, :]
+    acc, _, _ = _multiply(
+        x_ptr,
+        weights,
+        weights,
+        weights,
+        norm_ptr,
+        eps,
+        dtype,
+        WIDTH,
+        TILE,
+        NUM_TILES,
+        STAGES,
+        NORM,
+        False,
+        False,
+        PDL,
+    )
+    product = tl.sum(tl.sum(acc, axis=1), axis=0).to(dtype).to(tl.float32)
+    product = tl.where(slot >= 0, product, 0.0)
+    hand_to_parts(product, index, products_ptr, size0, size1, size2, size3, RANK, PART)
+
+
+@triton.jit
+def _compute_rows(
+    index,
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    norm_ptr,
+    bias_ptr,
+    words_ptr,
+    num_rows,
+    eps,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    ADD: tl.constexpr,
+    CHANGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes ROWS rows of the output. With CHANGE, it adds the change that it takes."""
+    row = index * ROWS + tl.arange(0, ROWS)
+    weights = weight_ptr + row.to(tl.int64)[:, None] * WIDTH + tl.arange(0, TILE)[None, :]
+    up_weights = weights + tl.cast(num_rows, tl.int64) * WIDTH
+    words = weights
+    if CHANGE:  # of gate and up, or of one row
+        words = words_ptr + row[:, None] + tl.arange(0, 2 if SWIGLU else 1)[None, :] * num_rows
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    acc, up_acc, taken = _multiply(
+        x_ptr,
+        weights,
+        up_weights,
+        words,
+        norm_ptr,
+        eps,
+        dtype,
+        WIDTH,
+        TILE,
+        NUM_TILES,
+        STAGES,
+        NORM,
+        SWIGLU,
+        CHANGE,
+        PDL,
+    )
+    result = tl.sum(acc, axis=1)
+    if BIAS:
+        result += tl.load(bias_ptr + row).to(tl.float32)
+    up_change = 0.0
+    if CHANGE:
+        change = take_rest(words, taken)
+        if SWIGLU:
+            change, up_change = tl.split(change)
+        else:
+            change = tl.reshape(change, (ROWS,))
+        result += change
+    result = result.to(dtype).to(tl.float32)
+    if SWIGLU:
+        up = tl.sum(up_acc, axis=1)
+        if BIAS:
+            up += tl.load(bias_ptr + num_rows + row).to(tl.float32)
+        if CHANGE:
+            up += up_change
+        result = swiglu(result.to(dtype), up.to(dtype)).to(tl.float32)
+    out = out_ptr + row
+    if ADD:
+        result += tl.load(out).to(tl.float32)
+    tl.store(out, result.to(dtype))
+
+
+@triton.jit
+def _multiply(
+    x_ptr,
+    weights,
+    up_weights,
+    words,
+    norm_ptr,
+    eps,
+    dtype: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CHANGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiplies rows of a weight by the input, element by element.
+
+    Args:
+        x_ptr: input.
+        weights: pointers to the first tile of the rows.
+        up_weights: the same for up.
+        words: words of the rows' changes.
+        norm_ptr: weight of the norm.
+        eps: constant of the norm.
+        dtype: data type of the input, to which the norm rounds.
+
+    Returns:
+        Sums over the tiles for the weight and for up, and the words that have been written so far.
+    """
     column = tl.arange(0, TILE)
     inside = column < WIDTH
-    slot = 0
-    if slots_ptr is not None:
-        slot = tl.load(slots_ptr)
-    first_row = row.to(tl.int64)
-    if RANK == 0 and slots_ptr is not None:
-        first_row += slot * num_rows
-        inside &= slot >= 0
-    weights = weight_ptr + first_row[:, None] * WIDTH + column[None, :]
-    up_weights = weights + tl.cast(num_rows, tl.int64) * WIDTH
     # The weights are read before the wait, because no earlier kernel writes them.
     weight = tl.load(weights, mask=inside[None, :], other=0.0)
     up_weight = weight
@@ -246,28 +446,15 @@ def _gemv_kernel(
     if NORM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     wait_for_earlier(PDL)
-    dtype = out_ptr.dtype.element_ty
-    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + column, mask=inside, other=0.0)
+    taken = 0
+    if CHANGE:  # the exchange and the load of the input run at the same time
+        taken = take(words)
+    x = x.to(tl.float32)
     scale = 1.0
     if NORM:
         scale = inverse_rms(x, x_ptr, column, eps, WIDTH, TILE, NUM_TILES)
         x = normed(x, norm, scale, dtype)
-    b, product, up_b, up_product = 0.0, 0.0, 0.0, 0.0
-    if RANK:  # here, where the norm's registers are free: the sums below hide the loads
-        rank = tl.broadcast_to(tl.arange(0, RANK)[None, :], (ROWS, RANK))
-        places = b_ptr + row.to(tl.int64)[:, None] * b_stride + slot * RANK + rank
-        b = tl.load(places, mask=slot >= 0, other=0.0)
-        module = 0
-        if not SWIGLU:  # a CTA has rows of one module
-            first = tl.program_id(0) * ROWS
-            module = (first >= size0).to(tl.int32) + (first >= size0 + size1).to(tl.int32)
-            module += (first >= size0 + size1 + size2).to(tl.int32)
-        product = tl.load(products_ptr + module * RANK + rank)
-        if SWIGLU:
-            up_b = tl.load(
-                places + tl.cast(num_rows, tl.int64) * b_stride, mask=slot >= 0, other=0.0
-            )
-            up_product = tl.load(products_ptr + RANK + rank)
     acc = weight.to(tl.float32) * x[None, :]
     up_acc = up_weight.to(tl.float32) * x[None, :]
     if NUM_TILES > 1:
@@ -307,29 +494,7 @@ def _gemv_kernel(
                     NORM,
                     SWIGLU,
                 )
-    result = tl.sum(acc, axis=1)
-    if BIAS:
-        result += tl.load(bias_ptr + row).to(tl.float32)
-    if RANK:
-        result += _change(product, b)
-    result = result.to(dtype).to(tl.float32)
-    if SWIGLU:
-        up = tl.sum(up_acc, axis=1)
-        if BIAS:
-            up += tl.load(bias_ptr + num_rows + row).to(tl.float32)
-        if RANK:
-            up += _change(up_product, up_b)
-        result = swiglu(result.to(dtype), up.to(dtype)).to(tl.float32)
-    out = out_ptr + row
-    if ADD:
-        result += tl.load(out).to(tl.float32)
-    tl.store(out, result.to(dtype))
-
-
-@triton.jit
-def _change(product, b):
-    """Returns the change `[ROWS]` by products and factors `b`, both `[ROWS, RANK]`."""
-    return tl.sum(product.to(tl.float32) * b.to(tl.float32), axis=1)
+    return acc, up_acc, taken
 
 
 @triton.jit

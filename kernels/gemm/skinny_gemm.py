@@ -10,6 +10,8 @@ once (`load_reduced`), so the rounding does not change.
 The GEMM before SwiGLU is not split. Half of a CTA's rows belong to gate and the other half are the
 same rows of up, so that the epilogue can apply the activation.
 
+With `Changes`, the kernel also adds the changes of adapters, see `kernels.gemm.skinny_changes`.
+
 The reference implementations are `split_k_partials` and `linear_swiglu` of `kernels.plain`.
 """
 
@@ -23,10 +25,20 @@ from torch import Tensor
 
 from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
+from kernels.gemm.changes import Changes
 from kernels.gemm.silu_mul import swiglu
+from kernels.gemm.skinny_changes import (
+    ChangesLaunch,
+    add_changes,
+    first_factors,
+    num_tiles,
+    shrink_tile,
+    slots_of,
+)
 from kernels.tuning import SKINNY_TOKENS, SkinnyConfig
 
 _REDUCED = 1024  # elements that a CTA reduces
+_REGISTERS = 1 << 16  # registers of an SM
 
 
 def split_k_partials(
@@ -37,12 +49,17 @@ def split_k_partials(
     *,
     shared_memory_bytes: int,
     pdl: int = 0,
+    changes: Changes | None = None,
 ) -> Tensor:
-    """Computes partial sums of `x @ weight.T + bias`: `[T, K]`, `[N, K]` → `[S, T, N]` float32."""
+    """Computes partial sums of `x @ weight.T + bias`: `[T, K]`, `[N, K]` → `[S, T, N]` float32.
+
+    With `changes`, there are up to 64 tokens, and tiles divide the rows of each of the layer's
+    modules.
+    """
     num_columns = x.shape[1]
     size = (-(-num_columns // config.span(num_columns)), len(x), len(weight))
     out = torch.empty(size, dtype=torch.float32, device=x.device)
-    _launch(x, weight, bias, out, config, shared_memory_bytes, pdl, swiglu=False)
+    _launch(x, weight, bias, out, config, shared_memory_bytes, pdl, changes, swiglu=False)
     return out
 
 
@@ -54,10 +71,11 @@ def linear_swiglu(
     *,
     shared_memory_bytes: int,
     pdl: int = 0,
+    changes: Changes | None = None,
 ) -> Tensor:
     """Computes `silu_and_mul(x @ weight.T + bias)`: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
     out = x.new_empty(len(x), len(weight) // 2)
-    _launch(x, weight, bias, out, config, shared_memory_bytes, pdl, swiglu=True)
+    _launch(x, weight, bias, out, config, shared_memory_bytes, pdl, changes, swiglu=True)
     return out
 
 
@@ -121,6 +139,7 @@ def _launch(
     config: SkinnyConfig,
     shared_memory_bytes: int,
     pdl: int,
+    changes: Changes | None,
     *,
     swiglu: bool,
 ) -> None:
@@ -128,6 +147,15 @@ def _launch(
     num_rows, span = len(weight), config.span(num_columns)
     padded = min(max(16, triton.next_power_of_2(num_tokens)), SKINNY_TOKENS)
     grid = num_rows // config.rows, triton.cdiv(num_columns, span), triton.cdiv(num_tokens, padded)
+    launch = ChangesLaunch.of(changes, x, config, grid[1])
+    options: dict[str, int] = {}
+    if changes is not None:
+        # CTAs of the GEMM alone would need fewer registers.
+        options["maxnreg"] = min(
+            255, _REGISTERS // (32 * config.warps * config.ctas_per_sm) // 8 * 8
+        )
+        assert grid[2] == 1, f"{num_tokens} tokens"
+        grid = (launch.programs + grid[0] * grid[1], 1, 1)
     _skinny_gemm_kernel[grid](
         x,
         weight,
@@ -136,6 +164,8 @@ def _launch(
         num_tokens,
         num_rows,
         num_columns,
+        launch.programs,
+        *launch.arguments,
         TOKENS=padded,
         ROWS=config.rows,
         TILE=config.tile,
@@ -144,13 +174,15 @@ def _launch(
         STAGES=config.stages(padded, shared_memory_bytes),
         BIAS=bias is not None,
         SWIGLU=swiglu,
+        **launch.constants,
         PDL=pdl,
         num_warps=config.warps,
         launch_pdl=pdl > 0,
+        **options,
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_programs", "first_slot", "last_slot"])
 def _skinny_gemm_kernel(
     x_ptr,
     weight_ptr,
@@ -159,6 +191,19 @@ def _skinny_gemm_kernel(
     num_tokens,
     num_rows,
     num_columns,
+    num_programs,
+    a_ptr,
+    b_ptr,
+    slots_ptr,
+    words_ptr,
+    partials_ptr,
+    products_ptr,
+    b_stride,
+    first_slot,
+    last_slot,
+    size0,
+    size1,
+    size2,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -167,20 +212,144 @@ def _skinny_gemm_kernel(
     STAGES: tl.constexpr,
     BIAS: tl.constexpr,
     SWIGLU: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Computes ROWS rows of the output, or a split of them, for a tile of tokens.
+
+    With RANK, the first programs are those of `shrink_tile`, and the others add changes.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
+    first_token, program = tl.program_id(2).to(tl.int64) * TOKENS, 0
+    if RANK:
+        program = tl.program_id(0) - num_programs
+        if program < 0:
+            shrink_tile(
+                program + num_programs,
+                x_ptr,
+                a_ptr,
+                slots_ptr,
+                words_ptr,
+                partials_ptr,
+                products_ptr,
+                num_tokens,
+                num_columns,
+                tl.num_programs(0) - num_programs,
+                first_slot,
+                last_slot,
+                TOKENS,
+                ROWS,
+                TILE,
+                STAGES,
+                MODULES * RANK,
+                PARTS,
+                PART_SPAN,
+                PDL,
+            )
+            return
+        tile, split, first_token = program % (num_rows // ROWS), program // (num_rows // ROWS), 0
+    _compute_tile(
+        tile,
+        split,
+        first_token,
+        program,
+        x_ptr,
+        weight_ptr,
+        bias_ptr,
+        out_ptr,
+        words_ptr,
+        b_ptr,
+        slots_ptr,
+        products_ptr,
+        num_tokens,
+        num_rows,
+        num_columns,
+        num_tiles(first_slot, last_slot, MODULES * RANK, ROWS),
+        b_stride,
+        size0,
+        size1,
+        size2,
+        TOKENS,
+        ROWS,
+        TILE,
+        SPAN,
+        EVEN,
+        STAGES,
+        BIAS,
+        SWIGLU,
+        MODULES,
+        RANK,
+        BLOCK,
+        BLOCKS,
+        PDL,
+    )
+
+
+@triton.jit
+def _compute_tile(
+    tile,
+    split,
+    first_token,
+    count,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    words_ptr,
+    b_ptr,
+    slots_ptr,
+    products_ptr,
+    num_tokens,
+    num_rows,
+    num_columns,
+    tiles,
+    b_stride,
+    size0,
+    size1,
+    size2,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes ROWS rows of the output, or a split of them, for a tile of tokens.
+
+    Args:
+        tile: index of the tile of rows.
+        split: index of the split of K.
+        first_token: first token of the tile of tokens.
+        count: place of the CTA's count among the words.
+        tiles: number of tiles of `a` that are counted.
+    """
     HALF: tl.constexpr = ROWS // 2
     index = tl.arange(0, ROWS)
     if SWIGLU:
-        row = tl.program_id(0) * HALF + index % HALF + index // HALF * (num_rows // 2)
+        row = tile * HALF + index % HALF + index // HALF * (num_rows // 2)
     else:
-        row = tl.program_id(0) * ROWS + index
-    split = tl.program_id(1)
-    token = tl.program_id(2).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        row = tile * ROWS + index
+    token = first_token + tl.arange(0, TOKENS)
     column = split * SPAN + tl.arange(0, TILE)
     inside = (token < num_tokens)[:, None]
     weights = weight_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
     inputs = x_ptr + token[:, None] * num_columns + column[None, :]
+    b = 0.0
+    if RANK:
+        slot = slots_of(slots_ptr, token, num_tokens)
+        b = first_factors(b_ptr, row, slot, split, b_stride, RANK, BLOCK, BLOCKS)
     wait_for_earlier(PDL)
     # The weight is the first operand, because tensor cores need at least 64 rows of it.
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -191,6 +360,32 @@ def _skinny_gemm_kernel(
         weight = tl.load(weights + at)
         x = tl.load(inputs + at, mask=inside, other=0.0)
         acc = tl.dot(weight, tl.trans(x), acc)
+    if RANK:
+        module = 0
+        if not SWIGLU:  # a CTA has rows of one module
+            first = tile * ROWS
+            module = (first >= size0).to(tl.int32) + (first >= size0 + size1).to(tl.int32)
+            module += (first >= size0 + size1 + size2).to(tl.int32)
+        acc = add_changes(
+            acc,
+            b,
+            b_ptr,
+            slots_ptr,
+            products_ptr,
+            words_ptr + count,
+            row,
+            token,
+            split,
+            module,
+            num_tokens,
+            tiles,
+            b_stride,
+            SWIGLU,
+            MODULES,
+            RANK,
+            BLOCK,
+            BLOCKS,
+        )
     if BIAS:
         bias = tl.load(bias_ptr + row).to(tl.float32)
         acc += tl.where(split == 0, bias, 0.0)[:, None]
@@ -198,7 +393,7 @@ def _skinny_gemm_kernel(
         dtype: tl.constexpr = out_ptr.dtype.element_ty
         halves = tl.permute(tl.reshape(acc.to(dtype), (2, HALF, TOKENS)), (2, 1, 0))
         gate, up = tl.split(halves)  # [TOKENS, HALF] each
-        column = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        column = tile * HALF + tl.arange(0, HALF)
         place = token[:, None] * (num_rows // 2) + column[None, :]
         tl.store(out_ptr + place, swiglu(gate, up), mask=inside)
     else:

@@ -12,7 +12,9 @@ Each engine here takes less than 3 GB.
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -41,8 +43,12 @@ from tests.gpu.twins import CUDA, error, random
 from tests.known_drafts import KnownSources, from_answer
 
 pytest.importorskip("triton")
+from kernels import tuning
 from kernels.adapters import shrink_expand
-from kernels.gemm import gemv
+from kernels.device import DeviceFacts
+from kernels.gemm import gemv, skinny_gemm
+from kernels.gemm.changes import Changes
+from kernels.launches import captured_graph
 
 pytestmark = pytest.mark.gpu
 SLOTS = 8
@@ -140,33 +146,119 @@ def test_gemvs_add_the_change_of_one_token(sizes: tuple[int, ...], rank: int) ->
     for slot in (5, 0, -1, 7):
         slots = torch.tensor([slot], device=CUDA)
 
-        def change(x: Tensor, norm: Tensor | None, slots: Tensor = slots) -> gemv.Change:
-            products = gemv.shrink(x, norm, 1e-6, factors.a, slots, pdl=2)
-            return gemv.Change(products, factors.b, factors.sizes, slots)
-
+        changes = factors.changes(AdapterRows(slots, SLOTS, 0, SLOTS))
         normed = rms_norm(x, norm, 1e-6)
         wanted = exact(normed.double() @ weight.double().T, normed, factors, slots)
-        added = change(x, norm)
-        found = gemv.norm_linear(x, norm, 1e-6, weight, pdl=2, change=added)
+        found = gemv.norm_linear(x, norm, 1e-6, weight, pdl=2, changes=changes)
         assert error(found, wanted) < CHANGE, slot
         if slot < 0:
             assert torch.equal(found, gemv.norm_linear(x, norm, 1e-6, weight, pdl=2))
         if sizes == GATE_UP:
-            added = change(x, norm)
-            found = gemv.norm_swiglu(x, norm, 1e-6, weight, pdl=2, change=added)
+            found = gemv.norm_swiglu(x, norm, 1e-6, weight, pdl=2, changes=changes)
             gate, up = wanted.chunk(2, 1)
             assert error(found, torch.nn.functional.silu(gate) * up) < 2 * CHANGE, slot
         wanted = exact(x.double() @ weight.double().T, x, factors, slots)
-        added, out = change(x, None), residual.clone()
-        gemv.linear_residual(x, weight, None, out, pdl=2, change=added)
+        out = residual.clone()
+        gemv.linear_residual(x, weight, None, out, pdl=2, changes=changes)
         assert error(out, residual.double() + wanted) < CHANGE, slot
+        assert not factors.words.any(), slot
+
+
+class Skinny:
+    """The skinny GEMMs of a layer, with its changes or without."""
+
+    def __init__(self, sizes: tuple[int, ...], rank: int) -> None:
+        self.sizes, self.columns = sizes, 12288 if sizes == DOWN else 4096
+        self.factors = factors_of(sizes, self.columns, rank)
+        # Small beside the changes.
+        self.weight = random(sum(sizes), self.columns) * self.columns**-0.5
+        gpu = DeviceFacts.of(torch.device(CUDA))
+        self.given: dict[str, Any] = {"shared_memory_bytes": gpu.shared_memory_bytes, "pdl": 2}
+        shape = gpu, sum(sizes), self.columns
+        self.split, self.whole = tuning.split_k_config(*shape), tuning.skinny_swiglu_config(*shape)
+
+    def changes(self, slots: Tensor) -> Changes:
+        return self.factors.changes(AdapterRows(slots, SLOTS, 0, SLOTS))
+
+    def partials(self, x: Tensor, changes: Changes | None) -> Tensor:
+        assert self.split is not None
+        return skinny_gemm.split_k_partials(
+            x, self.weight, None, self.split, changes=changes, **self.given
+        )
+
+    def swiglu(self, x: Tensor, changes: Changes) -> Tensor:
+        assert self.whole is not None
+        return skinny_gemm.linear_swiglu(
+            x, self.weight, None, self.whole, changes=changes, **self.given
+        )
+
+
+@pytest.mark.parametrize("count", [2, 17, 64])
+@pytest.mark.parametrize("rank", [16, 128])
+@pytest.mark.parametrize("sizes", [QKV, GATE_UP, DOWN])
+def test_skinny_gemms_add_the_changes_of_a_few_tokens(
+    sizes: tuple[int, ...], rank: int, count: int
+) -> None:
+    """Tokens without a slot have the bits of the base layer."""
+    torch.manual_seed(0)
+    layer = Skinny(sizes, rank)
+    x = random(count, layer.columns)
+    for kind in ("none", "one", "eight", "some"):
+        slots = slots_of(count, kind)
+        wanted = exact(x.double() @ layer.weight.double().T, x, layer.factors, slots)
+        found = layer.partials(x, layer.changes(slots))
+        assert error(found.sum(0), wanted) < CHANGE, kind
+        assert torch.equal(found[:, slots < 0], layer.partials(x, None)[:, slots < 0]), kind
+        if sizes == GATE_UP:
+            found = layer.swiglu(x, layer.changes(slots))
+            gate, up = wanted.chunk(2, 1)
+            assert error(found, torch.nn.functional.silu(gate) * up) < 2 * CHANGE, kind
+        assert not layer.factors.words.any(), kind
+
+
+@pytest.mark.parametrize("count", [16, 64])
+def test_a_token_does_not_depend_on_the_adapters_of_others(count: int) -> None:
+    """Its own output has the same bits, whichever slots the others have."""
+    torch.manual_seed(0)
+    layer = Skinny(QKV, 16)
+    x, slots = random(count, layer.columns), slots_of(count, "eight")
+    first = layer.partials(x, layer.changes(slots))
+    other = slots.roll(3)
+    other[5] = slots[5]
+    assert torch.equal(layer.partials(x, layer.changes(other))[:, 5], first[:, 5])
+
+
+def test_graphs_with_changes_give_the_same_bits_at_each_replay() -> None:
+    """Dependent launches of the same layer follow each other, so words are used again at once."""
+    torch.manual_seed(0)
+    layer, norm = Skinny(QKV, 16), random(4096)
+    few, one = random(64, 4096), random(1, 4096)
+    eight, alone = slots_of(64, "eight"), slots_of(1, "one")
+    changes = layer.changes(alone)
+
+    def both() -> tuple[Tensor, Tensor]:
+        found = gemv.norm_linear(one, norm, 1e-6, layer.weight, pdl=2, changes=changes)
+        return layer.partials(few, layer.changes(eight)), found
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        wanted = both()
+        torch.cuda.synchronize()
+        with captured_graph(None) as graph:
+            results = [both() for _ in range(20)]
+        for _ in range(50):
+            graph.replay()
+        torch.cuda.synchronize()
+    for result in results:
+        assert torch.equal(result[0], wanted[0]) and torch.equal(result[1], wanted[1])
+    assert not layer.factors.words.any()
 
 
 @pytest.mark.parametrize("count", [1, 33, 1000])
 def test_dora_scales_the_output_of_its_slots(count: int) -> None:
     made = factors_of(QKV, 4096, 16)
     bias = random(sum(QKV))
-    factors = SlotFactors(made.a, made.b, made.sizes, bias).with_factor()
+    factors = replace(made, bias=bias).with_factor()
     assert factors.factor is not None
     factors.factor[5].uniform_(0.5, 2)
     rows = AdapterRows(slots_of(count, "some"), SLOTS, 0, SLOTS)
@@ -275,8 +367,9 @@ def reference(
     names = "shrink_adapters", "expand_adapters", "expand_adapters_swiglu"
     twins = {"plain", "unfused"}
     with monkeypatch.context() as patch:
-        found = [each for each in ops.table._operations["adapted_gemv"] if each.name in twins]
-        patch.setitem(ops.table._operations, "adapted_gemv", found)
+        for name in ("adapted_gemv", "adapted_linear"):
+            found = [each for each in ops.table._operations[name] if each.name in twins]
+            patch.setitem(ops.table._operations, name, found)
         for key, rows in list(ops.table._operations.items()):
             if key.startswith("project"):  # of each weight format
                 left = [each for each in rows if each.name != without]

@@ -2,9 +2,10 @@
 
 A layer that no adapter changes runs by the kernels of any step. Of a changed layer, the base GEMM
 stands between `shrink_adapters` and `expand_adapters`. Therefore, operations that fuse the GEMM
-with its neighbours are composed instead, except for one token (`adapted_gemv`). A mixture whose
-experts or router an adapter changes is computed anew in plain torch for the tokens with adapters;
-the others keep the result of the kernel.
+with its neighbours are composed instead, except for one token (`adapted_gemv`) and for up to 64
+tokens (`adapted_linear`), whose kernels compute the changes themselves. A mixture whose experts or
+router an adapter changes is computed anew in plain torch for the tokens with adapters; the others
+keep the result of the kernel.
 """
 
 from dataclasses import dataclass, replace
@@ -63,6 +64,8 @@ class _Adapted:
     def project(self, x: Tensor, layer: Linear) -> Tensor:
         if self._is_base(layer):
             return self.base.project(x, layer)
+        if (found := self.base.adapted_linear(x, layer, self.rows, False)) is not None:
+            return found
         products = self._shrink(x, layer)
         out = self.base.project(x, layer)
         return self.base.expand_adapters(out, products, layer.adapters.factors, self.rows)
@@ -70,6 +73,8 @@ class _Adapted:
     def linear_swiglu(self, x: Tensor, layer: Linear) -> Tensor:
         if self._is_base(layer):
             return self.base.linear_swiglu(x, layer)
+        if (found := self.base.adapted_linear(x, layer, self.rows, True)) is not None:
+            return found
         products = self._shrink(x, layer)
         out = self.base.project(x, layer)
         return self.base.expand_adapters_swiglu(out, products, layer.adapters.factors, self.rows)
@@ -120,6 +125,8 @@ class _Adapted:
             return self.project(x, layer)
         if self._gemv(x, layer, residual=residual) is not None:
             return None
+        if (found := self.base.adapted_linear(x, layer, self.rows, False)) is not None:
+            return found
         products = self._shrink(x, layer)
         out = self.base.linear_residual(x, layer, residual)
         if out is not None:

@@ -95,9 +95,12 @@ class Ops:
         def adapted_gemv(*_: object) -> None:
             """`adapted` composes the operation."""
 
+        def adapted_linear(*_: object) -> None:
+            """`adapted` composes the operation."""
+
         composed = {
             each.__name__: each
-            for each in (norm_linear, norm_swiglu, linear_residual, adapted_gemv)
+            for each in (norm_linear, norm_swiglu, linear_residual, adapted_gemv, adapted_linear)
         }
         kernels: dict[str, Kernel] = {}
         for operation in _LAYER_OPERATIONS:

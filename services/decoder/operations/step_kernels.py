@@ -272,6 +272,26 @@ class AdaptedGemvKernel(Protocol):
         ...
 
 
+class AdaptedLinearKernel(Protocol):
+    """Applies a linear layer that adapters change to the tokens of a step of decodes."""
+
+    def __call__(
+        self, x: Tensor, layer: Linear, rows: AdapterRows, is_swiglu: bool, /
+    ) -> Tensor | None:
+        """Returns the changed output `[T, N]`, or partials of it, or `silu(gate) * up`.
+
+        Returns None if the operation is composed of `ShrinkAdaptersKernel`, the base layer and
+        `ExpandAdaptersKernel`.
+
+        Args:
+            x: `[T, K]`, input of the layer.
+            layer: linear layer.
+            rows: adapters of the tokens.
+            is_swiglu: True to apply SwiGLU to the output of gate and up.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepKernels:
     """The kernels of a decoder layer that the dispatch table chose for one number of tokens."""
@@ -292,6 +312,7 @@ class StepKernels:
     expand_adapters: ExpandAdaptersKernel
     expand_adapters_swiglu: ExpandAdaptersKernel
     adapted_gemv: AdaptedGemvKernel
+    adapted_linear: AdaptedLinearKernel
 
     def add_norm(
         self, addend: Tensor | None, residual: Tensor, norm: RMSNorm

@@ -269,18 +269,35 @@ def _adapted_gemv(facts: KernelFacts) -> Kernel:
         is_swiglu: bool,
     ) -> Tensor:
         assert layer.adapters is not None
-        factors, pdl = layer.adapters.factors, facts.pdl
+        pdl, changes = facts.pdl, layer.adapters.factors.changes(rows)
         scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        products = gemv.shrink(x, scale, eps, factors.a, rows.slots, pdl=pdl)
-        change = gemv.Change(products, factors.b, factors.sizes, rows.slots)
         weight, bias = layer.method.weight(layer), layer.bias
         if scale is not None:
             kernel = gemv.norm_swiglu if is_swiglu else gemv.norm_linear
-            return kernel(x, scale, eps, weight, bias, pdl=pdl, change=change)
+            return kernel(x, scale, eps, weight, bias, pdl=pdl, changes=changes)
         if residual is None:
-            return gemv.linear(x, weight, bias, pdl=pdl, change=change)
-        gemv.linear_residual(x, weight, bias, residual, pdl=pdl, change=change)
+            return gemv.linear(x, weight, bias, pdl=pdl, changes=changes)
+        gemv.linear_residual(x, weight, bias, residual, pdl=pdl, changes=changes)
         return residual
+
+    return multiply
+
+
+def _adapted_skinny(facts: KernelFacts) -> Kernel:
+    partials, swiglu = _skinny(facts, "split_k_partials"), _skinny(facts, "linear_swiglu")
+    split_k = cache(partial(tuning.split_k_config, facts.device))
+    whole = cache(partial(tuning.skinny_swiglu_config, facts.device))
+
+    def multiply(x: Tensor, layer: Linear, rows: AdapterRows, is_swiglu: bool) -> Tensor | None:
+        assert layer.adapters is not None
+        factors = layer.adapters.factors
+        config = (whole if is_swiglu else split_k)(layer.out_features, layer.in_features)
+        if factors.factor is not None or config is None:
+            return None
+        if any(size % config.rows for size in factors.sizes):  # a tile would have two modules
+            return None
+        kernel = swiglu if is_swiglu else partials
+        return kernel(x, layer.weight, layer.bias, config, changes=factors.changes(rows))
 
     return multiply
 
@@ -433,6 +450,12 @@ ROWS: Sequence[Row] = (
         _tokens(1, tuning.GEMV_TOKENS),
     ),
     Row("adapted_gemv", "unfused", _unfused),
+    Row(
+        "adapted_linear", "skinny_gemm", _adapted_skinny,
+        _needs(_SKINNY, _skinny_projections, _skinny_swiglu),
+        _tokens(tuning.GEMV_TOKENS + 1, tuning.SKINNY_TOKENS),
+    ),
+    Row("adapted_linear", "unfused", _unfused),
     *_twins("output_gate", _GATES, plain.output_gate, pdl=True),
     *_twins("reduce_split_k", "gemm.skinny_gemm", plain.reduce_split_k, pdl=True),
     *_twins("delta_decode", f"{_DELTA}_decode", delta_rule.decode, _delta_sizes, pdl=True),
@@ -466,6 +489,7 @@ LAYER_ARGUMENT = {
     "linear_swiglu": 1,
     "moe": 2,
     "adapted_gemv": 3,
+    "adapted_linear": 1,
 }
 
 

@@ -1,13 +1,15 @@
 """Run by interpreted.py."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kernels.adapters import plain, shrink_expand
 from kernels.adapters.factors import AdapterRows, SlotFactors
-from kernels.gemm import gemv
+from kernels.gemm import gemv, skinny_gemm
 from kernels.plain import norm_linear, silu_and_mul
-from kernels.tuning import GemvConfig
+from kernels.tuning import GemvConfig, SkinnyConfig
 from services.common.nn.layers import RMSNorm
 from tests.unit.kernels.interpreter import assert_close
 
@@ -68,24 +70,47 @@ def check_one_token(
             return plain.expand_adapters(base, products, made, rows)
 
         for normed in (norm, None):
-            scale = None if normed is None else normed.weight
-            products = gemv.shrink(x, scale, 1e-6, made.a, rows.slots)
-            change = gemv.Change(products, made.b, made.sizes, rows.slots)
+            changes = made.changes(rows)
             if normed is None:
                 wanted = twin(None, torch.nn.functional.linear(x, weight, bias))
-                found = gemv.linear(x, weight, bias, config=config, change=change)
+                found = gemv.linear(x, weight, bias, config=config, changes=changes)
                 assert_close(found, wanted, atol=3e-5, rtol=3e-5)
                 out = residual.clone()
-                gemv.linear_residual(x, weight, bias, out, config=config, change=change)
+                gemv.linear_residual(x, weight, bias, out, config=config, changes=changes)
                 assert_close(out, residual + wanted, atol=3e-5, rtol=3e-5)
+                assert not made.words.any()
                 continue
             wanted = twin(normed, norm_linear(x, normed.weight, 1e-6, weight, bias))
             given = x, normed.weight, 1e-6, weight, bias
-            found = gemv.norm_linear(*given, config=config, change=change)
+            found = gemv.norm_linear(*given, config=config, changes=changes)
             assert_close(found, wanted, atol=3e-5, rtol=3e-5)
             if len(sizes) == 2:
-                found = gemv.norm_swiglu(*given, config=config, change=change)
+                found = gemv.norm_swiglu(*given, config=config, changes=changes)
                 assert_close(found, silu_and_mul(wanted), atol=3e-5, rtol=3e-5)
+            assert not made.words.any()
+
+
+def check_few_tokens(
+    slots: list[int], sizes: tuple[int, ...], columns: int, count: int, rank: int, *,
+    first: int = 0, last: int | None = None, splits: int = 3,
+) -> None:  # fmt: skip
+    """Skinny GEMMs that add the changes of each token's slot."""
+    made = factors_of(sizes, columns, count, rank)
+    rows = AdapterRows(torch.tensor(slots), count, first, count if last is None else last)
+    x = torch.randn(len(slots), columns)
+    weight, bias = torch.randn(sum(sizes), columns) * columns**-0.5, torch.randn(sum(sizes))
+    twin = plain.expand_adapters(
+        torch.nn.functional.linear(x, weight, bias),
+        plain.shrink_adapters(x, None, made, rows), made, rows,
+    )  # fmt: skip
+    config = SkinnyConfig(64, 64, 4, 1, 2, splits=splits)
+    given = {"shared_memory_bytes": 100_000, "changes": made.changes(rows)}
+    found = skinny_gemm.split_k_partials(x, weight, bias, config, **given)
+    assert_close(found.sum(0), twin, atol=3e-5, rtol=3e-5)
+    if len(sizes) == 2:
+        found = skinny_gemm.linear_swiglu(x, weight, bias, replace(config, splits=1), **given)
+        assert_close(found, silu_and_mul(twin), atol=3e-5, rtol=3e-5)
+    assert not made.words.any()
 
 
 if __name__ == "__main__":
@@ -104,4 +129,9 @@ if __name__ == "__main__":
     check_one_token((40, 16, 18), 96, 16)
     check_one_token((24, 24), 100, 24, GemvConfig(4, 32, 0, 1))
     check_one_token((64,), 96, 128, GemvConfig(4, 32, 2, 1))
+    check_few_tokens([2, -1, 0, 2, 1], (128, 64, 64), 192, 3, 16)
+    check_few_tokens([1, 7, -1, 0, 3] * 4, (64, 64), 128, 8, 24)  # several blocks of columns
+    check_few_tokens([-1] * 3, (64, 64), 64, 2, 16)
+    check_few_tokens([3, 2, 3], (64,), 64, 5, 130, first=2, last=4)  # blocks of a part of a rank
+    check_few_tokens([0, 1, 1], (64, 64), 2112, 2, 16, splits=1)  # several parts of the columns
     print("agreed")

@@ -54,10 +54,9 @@ def test_shrink_and_expand_compile_and_fit(device: str, rank: int, counts: tuple
             products = shrink_expand.shrink_adapters(x, None, gate_up, rows, pdl=pdl)
             shrink_expand.expand_adapters_swiglu(out, products, gate_up, rows, pdl=pdl)
             if count == 1 and gpu.supports_pdl:
-                shrunk = gemv.shrink(x, norm.weight, 1e-6, qkv.a, rows.slots, pdl=pdl)
-                change = gemv.Change(shrunk, qkv.b, qkv.sizes, rows.slots)
+                changes = qkv.changes(rows)
                 weight = like.new_empty(1536, 1024)
-                gemv.norm_linear(x, norm.weight, 1e-6, weight, pdl=pdl, change=change)
+                gemv.norm_linear(x, norm.weight, 1e-6, weight, pdl=pdl, changes=changes)
     names = {launch.name for launch in launches}
     assert {"_shrink_kernel", "_expand_kernel"} <= names
     assert ("_expand_many_kernel" in names) == (1000 in counts and rank <= 64)
@@ -67,20 +66,20 @@ def test_shrink_and_expand_compile_and_fit(device: str, rank: int, counts: tuple
             assert "griddepcontrol.wait" in launch.ptx
 
 
-def layer_of(rows: dict[str, int], columns: int) -> Linear:
-    """A layer with memory for adapters of two slots."""
+def layer_of(rows: dict[str, int], columns: int, slots: int = 2) -> Linear:
+    """A layer with memory for adapters of some slots."""
     with torch.device("meta"):
         made = Linear(columns, rows)
     weight = torch.empty(sum(rows.values()), columns, dtype=torch.bfloat16)
     made.weight = torch.nn.Parameter(weight, requires_grad=False)
-    made.adapters = AdapterStack.of(made, 2, 16, weight, ALONE)
+    made.adapters = AdapterStack.of(made, slots, 16, weight, ALONE)
     return made
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_one_token_needs_two_launches_a_layer() -> None:
-    """A shrink, and the GEMV of the base model."""
+def test_one_token_needs_no_more_launches_than_the_base_model() -> None:
+    """The first programs of each GEMV compute the change."""
     text = replace(
         TEXT_SHAPES["8b"], hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2,
         head_dim=64,
@@ -101,9 +100,43 @@ def test_one_token_needs_two_launches_a_layer() -> None:
         inner, _ = kernels.norm_swiglu(None, residual, norm, gate_up, down)
         assert inner.shape == (1, 512)
         assert kernels.linear_residual(inner, down, residual) is None
-    assert [launch.name for launch in launches] == ["_gemv_kernel"] * 8
+    assert [launch.name for launch in launches] == ["_gemv_kernel"] * 4
     heights = [launch.arguments["num_rows"] for launch in launches]
-    assert heights == [48, 512, 16, 256, 32, 512, 16, 256]
+    assert heights == [512, 256, 512, 256]
+    assert [launch.arguments["RANK"] for launch in launches] == [16] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "device", ["h100", pytest.param("rtx-pro-6000", marks=pytest.mark.nightly)]
+)
+def test_few_tokens_need_no_more_launches_than_the_base_model(device: str) -> None:
+    """The CTAs of each GEMM keep their shared memory, so that as many share an SM."""
+    facts = KernelFacts(KNOWN_DEVICES[device], TEXT_SHAPES["8b"], torch.bfloat16)
+    ops = Ops(table.resolve(facts))
+    rows = AdapterRows(torch.zeros(64, dtype=torch.int64), 8, 0, 8, True)
+    norm = RMSNorm(4096, 1e-6).to(torch.bfloat16)
+    qkv = layer_of({"q_proj": 4096, "k_proj": 1024, "v_proj": 1024}, 4096, 8)
+    gate_up = layer_of({"gate_proj": 12288, "up_proj": 12288}, 4096, 8)
+    down = layer_of({"": 4096}, 12288, 8)
+    residual = torch.empty(64, 4096, dtype=torch.bfloat16)
+    bytes_of: list[list[int]] = []
+    for kernels in (ops.for_tokens(64), adapted(ops.for_tokens(64), rows)):
+        with compiled_launches(facts.device) as launches:
+            kernels.norm_linear(None, residual, norm, qkv)
+            inner, _ = kernels.norm_swiglu(None, residual, norm, gate_up, down)
+            assert inner.shape == (64, 12288)
+            found = kernels.linear_residual(inner, down, residual)
+            assert found is not None and found.shape[1:] == (64, 4096)
+        names = ["_add_norm_kernel", "_skinny_gemm_kernel"] * 2
+        assert [launch.name for launch in launches] == [*names, "_skinny_gemm_kernel"]
+        gemms = [launch for launch in launches if launch.name == "_skinny_gemm_kernel"]
+        bytes_of.append([launch.shared_bytes for launch in gemms])
+    assert max(bytes_of[1]) <= facts.device.shared_memory_bytes
+    if device == "h100":  # three CTAs of qkv, and of gate and up, share an SM
+        assert bytes_of[0] == bytes_of[1]
+        assert all(".maxnreg 168" in launch.ptx for launch in gemms[:2])
 
 
 class _Variants:
