@@ -59,8 +59,8 @@ def use_one_thread(device: str) -> None:
     """Lets torch compute on the calling thread alone if the device is a GPU.
 
     Called when the model is loaded: copies of its files and an adapter that is folded into its
-    weights need threads. A step computes nothing on the CPU that is worth to be divided, and a team
-    of threads waits for the last one of them, for tens of milliseconds if all CPUs are busy.
+    weights need threads. A step computes nothing on the CPU that is worth dividing, and threads
+    that share an operation wait for the last one, for tens of milliseconds if all CPUs are busy.
 
     Args:
         device: device of the rank, `cpu` or `cuda:N`.

@@ -52,7 +52,7 @@ class LowRank:
     def on(self, device: torch.device) -> "LowRank":
         """Returns the factors on a device, in the data types of the file.
 
-        Whoever converts the values does it on the device: torch divides conversions on the CPU
+        Factors are moved before their values are converted: torch divides conversions on the CPU
         among threads, which takes seconds for thousands of small tensors if all CPUs are busy.
         """
         magnitude = None if self.magnitude is None else self.magnitude.to(device)

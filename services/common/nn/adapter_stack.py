@@ -185,7 +185,7 @@ def held(tensor: Tensor, share: Share, dim: int) -> Tensor:
 
 
 def all_finite(*tensors: Tensor) -> Tensor:
-    """Returns whether all values are finite, as `[]` bool on the device, for which none waits."""
+    """Returns `[]` bool on the device, True if all values are finite. The host does not wait."""
     return torch.stack([each.isfinite().all() for each in tensors]).all()
 
 

@@ -110,7 +110,11 @@ class ExpertStack:
         return self._finite(factors)
 
     def _finite(self, factors: LowRank) -> Tensor:
-        """Returns whether whole factors are finite: ranks, which hold shares, refuse the same."""
+        """Returns `[]` bool on the device, True if all factors of the file are finite.
+
+        All ranks check the whole factors, not only the shares that they hold, so that all of them
+        refuse the same adapters.
+        """
         scaled = factors.b.float() * factors.scaling
         return all_finite(factors.a.to(self.like), scaled.to(self.like))
 

@@ -42,7 +42,7 @@ class Flow:
         num_sequences: number of sequences that have not finished.
         num_left: number of tokens that were not planned yet.
         finish_tag: virtual time at which the prompts that have arrived so far are complete.
-        due: time of the other clock at which they should be complete at the latest.
+        due: due time of these prompts, on a clock of its own.
         is_active: True if the finish tag is later than the present virtual time.
         is_cut: True if a sequence has finished before its prompt was computed.
     """
@@ -60,6 +60,7 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._has_changed = False  # whether a finish tag has changed since `take_change`
+        # Virtual time, and the clock of due times.
         self._time = self._due_time = 0.0
         self._flows: dict[tuple[str, str], Flow] = {}
         # Active requests by finish tag. An entry with another tag than its request's, or whose
@@ -106,19 +107,25 @@ class FairQueue:
             return
         left = float(num_tokens)
         while left > 0 and self._tags:
-            tag, _, flow = self._tags[0]
-            if not flow.is_active or tag != flow.finish_tag:
+            tag, _, first = self._tags[0]
+            if not first.is_active or tag != first.finish_tag:
                 heappop(self._tags)
             elif (needed := (tag - self._time) * self._num_active) > left:
                 self._time += left / self._num_active
                 return
             else:
                 self._time, left = tag, left - needed
-                self._deactivate(flow)
+                self._deactivate(first)
                 heappop(self._tags)
 
     def remove(self, tenant: str, request: str, *, is_cut: bool = False) -> None:
-        """Removes a sequence that has finished; `is_cut` if before its prompt was computed."""
+        """Removes a sequence that has finished.
+
+        Args:
+            tenant: tenant of the request.
+            request: id of the request.
+            is_cut: True if the sequence has finished before its whole prompt was computed.
+        """
         flow = self._flows[tenant, request]
         flow.num_sequences -= 1
         flow.is_cut |= is_cut

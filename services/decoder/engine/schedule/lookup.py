@@ -36,8 +36,9 @@ _MAX_MATCH = 24
 _MAX_PLACES = 8
 # Within so many tokens an answer may return to the text that it has left.
 _MAX_GAP = 16
-# The shares of expected drafts that were found, and of those found that were right, before any was
-# seen, and the weight of that guess against what is seen: one case. Later, the last 16 or so count.
+# First guess of two shares: of the expected drafts that were found, and of the found ones that were
+# right. The guess has the weight of one case, and the first case counts 1/2. Later, a case counts
+# 1/16, so that about the last 16 decide.
 _FIRST_SHARE, _FIRST_WEIGHT, _LEAST_WEIGHT = 0.5, 1 / 2, 1 / 16
 # Steps that a wrong first draft costs: its verification, and the drafts that pause behind it. A
 # sequence that does not wait loses none, because the token in flight shows that the draft is wrong.
@@ -84,8 +85,9 @@ class DraftSource(Protocol):
 
     def prospect(self) -> float:
         """Returns how many steps a sequence may expect to gain if it waits for its next token.
-        Drafts may start behind that token, though the last proposal was empty. The time of waiting
-        is not counted.
+
+        Called when the last proposal was empty: drafts may start behind the next token. Whether
+        they do is counted at the next proposal. The time of waiting is not subtracted.
         """
         ...
 
@@ -120,22 +122,22 @@ class PromptLookup:
     def __init__(self, token_ids: "array[int]", prediction: "array[int]") -> None:
         self._own = _Text(token_ids)
         self._prediction = _Text(prediction) if prediction else None
-        # The text that the completion repeats now, and the place in it of the next token.
+        # The text that the completion repeats now, the place in it of the next token, and the
+        # number of equal tokens before that place, as far as they were compared.
         self._source = self._prediction
-        self._at = 0
-        self._num_equal = (
-            0  # number of equal tokens before that place, as far as they were compared
-        )
+        self._at = self._num_equal = 0
         # The text that the completion has left, the place in it of the token that differed, and the
         # number of the sequence's tokens then.
         self._left: tuple[_Text, int, int] | None = None
         self._returned_at = -1  # the place to which the completion has returned, not confirmed yet
-        # Why drafts may start behind the next token, the number of tokens with it, and how often
-        # they did for each reason.
+        # Why drafts may start behind the next token, the number of tokens with that token, and how
+        # often drafts did start for each reason.
         self._reason: _Reason | None = None
         self._expected_at = 0
         self._starts = {reason: _Starts() for reason in _Reason}
-        self._started: _Starts | None = None  # of drafts of which none has been compared yet
+        # The counts of the reason for which the drafts have started. None if the first draft was
+        # compared already, or if there was no reason.
+        self._started: _Starts | None = None
 
     @property
     def is_prediction(self) -> bool:
@@ -352,7 +354,7 @@ class _Text:
         return count
 
     def _sorted(self) -> "array[int]":
-        """Returns the keys of the n-grams at the start, which are sorted at the first search."""
+        """Returns the keys of the n-grams at the start, and sorts them at the first call."""
         if self._keys is None:
             self._keys = self._sort()
         return self._keys

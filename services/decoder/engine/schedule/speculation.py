@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 # sequence would have had meanwhile, if other sequences keep the device busy, or more than makes up
 # for the time until the next launch, if there are no others.
 _LEAST_AMONG_OTHERS, _LEAST_ALONE = 2.2, 1.3
-# A sequence that decodes alone waits for its next token if it expects to gain so many steps, which
-# is more than the time until the next launch costs it.
+# A sequence that decodes alone waits for its next token if it expects to gain at least this many
+# steps. Waiting costs it the time from that token to the next launch, which is less.
 _LEAST_PROSPECT = 0.15
-# The most drafts of a sequence. If it decodes alone, it has up to `max_drafts` behind so many equal
-# tokens, and they do not pause: a quotation of this length probably goes on.
+# The most drafts of a sequence. One that decodes alone has up to `max_drafts` behind a quotation of
+# `_LONG_MATCH` tokens or more, which probably goes on, and its drafts do not pause there.
 _MOST_DRAFTS, _LONG_MATCH = 8, 8
 # A step of few sequences mostly reads weights, so a higher price than this is an error of the cost
 # model, which corrects itself only if drafts are verified. With more sequences, drafts are tried

@@ -47,13 +47,14 @@ _LEAST_MIN_CHUNK, _GREATEST_MIN_CHUNK = 32, 256
 # CUDA graphs of steps with prompts and decodes are captured for multiples of this number of tokens,
 # from `_LEAST_GRAPH` on. A step is padded to the next one: 260 tokens take as long as 320.
 _GRAPH_TOKENS, _LEAST_GRAPH = 64, 256
-# The same for steps of more than 64 decodes and samples.
+# Graphs of steps with more than 64 sampled tokens begin at 320 tokens. A step with up to 60 decodes
+# has at most 64, as long as it ends at most four prompts.
 _FEW_DECODES, _LEAST_CROWDED = 60, 320
 # Default of the longest time of a step, in ms. If reading the weights takes more than a quarter of
 # it, a step may last five times as long as reading them, up to the longest gap that a reader of an
 # answer should see.
 _STEP_MS, _LONG_READ, _READS, _GAP_MS = 40.0, 0.25, 5, 80.0
-# So many times as long as its bound may a step of an efficient number of tokens last.
+# A step of at most `efficient_tokens` tokens may last this many times its bound.
 _STRETCH = 1.5
 
 
