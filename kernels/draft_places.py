@@ -1,4 +1,4 @@
-"""Where the layer for multi-token prediction begins to draft, and what its drafts read and store.
+"""Inputs of the layer for multi-token prediction, and the places that its drafts begin at.
 
 Which drafts of a step are accepted is known on the device alone. The functions are the reference
 implementations of the kernels in `step_entry` and `draft_states`.
@@ -53,7 +53,7 @@ class OfDraftGroup:
 
 
 class KeptHidden(NamedTuple):
-    """What rows keep of a step, by row and number of accepted drafts, flattened.
+    """States that rows keep of a step, by row and number of accepted drafts, flattened.
 
     Attributes:
         hidden: `[N, hidden]`, hidden states after the final norm.

@@ -10,8 +10,8 @@ the GEMM would be ahead of `a`.
 A CTA of the GEMM loads its part of the factors `b` of all slots before its main loop. After the
 loop, it waits until all tiles are counted, which they mostly are, and multiplies the products by
 `b` in one more step of the loop. With split-K, each split adds the changes of some of the slots. A
-token's products stand at the columns of its own slot, all others are zeros, and the factors are
-finite (`AdapterStack.check`), so that no token depends on the adapters of others.
+token's products stand at the columns of its own slot, and zeros at all others. Factors that are not
+finite are refused (`Adapters.load`), so no token depends on another token's adapter.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ _COUNTS = tl.constexpr(128)  # counts that a program increments at the same time
 
 @dataclass(frozen=True, slots=True)
 class ChangesLaunch:
-    """What a launch of the skinny GEMM with changes needs.
+    """Grid and arguments of a launch of the skinny GEMM with changes.
 
     Attributes:
         programs: number of programs before those of the GEMM.

@@ -58,9 +58,9 @@ def set_threads(num_ranks: int) -> None:
 def use_one_thread(device: str) -> None:
     """Lets torch compute on the calling thread alone if the device is a GPU.
 
-    Called when the model is loaded: copies of its files and an adapter that is folded into its
-    weights need threads. A step computes nothing on the CPU that is worth dividing, and threads
-    that share an operation wait for the last one, for tens of milliseconds if all CPUs are busy.
+    Called when the model is loaded: reading its files and folding an adapter into its weights need
+    threads. A step computes nothing on the CPU that is worth dividing. Threads that share an
+    operation wait for the last of them, for tens of milliseconds if all CPUs are busy.
 
     Args:
         device: device of the rank, `cpu` or `cuda:N`.

@@ -112,8 +112,8 @@ class ExpertStack:
     def _finite(self, factors: LowRank) -> Tensor:
         """Returns `[]` bool on the device, True if all factors of the file are finite.
 
-        All ranks check the whole factors, not only the shares that they hold, so that all of them
-        refuse the same adapters.
+        All ranks check the whole factors, not only the shares that they hold. So they refuse the
+        same adapters.
         """
         scaled = factors.b.float() * factors.scaling
         return all_finite(factors.a.to(self.like), scaled.to(self.like))

@@ -197,7 +197,7 @@ class Ops:
         Args:
             groups: `[4 + max_drafts, G]` int32, see `OfDraftGroup`.
             sampled: int32, the sampled tokens. At least `max_drafts` more elements follow them.
-            kept: what rows keep of the step.
+            kept: states that rows keep of the step.
             blocks: `[R + 1, max_blocks]` int32, blocks of each row.
             count: number of drafts.
             block_size: tokens per KV block.
@@ -225,7 +225,7 @@ class Ops:
             rows: `[T]` int32, row of each token, below 0 for padding.
             hidden: `[T, hidden]`, hidden states of the step's tokens.
             positions: `[3, T]` int32, positions of the step's tokens.
-            kept: what rows keep of the step before.
+            kept: states that rows keep of the step before.
             blocks: `[R + 1, max_blocks]` int32, blocks of each row.
             block_size: tokens per KV block.
 
@@ -248,7 +248,7 @@ class Ops:
             chunks: `[2, S]` int32, see `OfDraftChunk`.
             hidden: `[T, hidden]`, hidden states of the step's tokens.
             positions: `[3, T]` int32, positions of the step's tokens.
-            kept: what rows keep of the step.
+            kept: states that rows keep of the step.
         """
         self.table.call("keep_hidden", chunks, hidden, positions, kept, num_tokens=chunks.shape[1])
 

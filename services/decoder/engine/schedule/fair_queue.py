@@ -16,17 +16,17 @@ device was shared evenly, or earlier.
 
 A token advances virtual time by one part in n, the number of *active* requests: with an even share
 they would not be complete yet, because their tags are later than the present virtual time. Many of
-them are complete, because one request is computed after the other. If only unfinished requests
+them are complete already, because requests are computed one by one. If only unfinished requests
 counted, virtual time would pass the tags of the last requests of a crowd, and a query would wait
 for all of these.
 
-This order alone lets a long request wait for a long time: clients that send one request after the
-other count many times, because their requests are complete earlier than with an even share. So a
-request also has a *due time*, on a clock that a token advances by one part in the number of
-unfinished requests. A request whose due time has passed is *overdue*, and overdue requests get the
-first half of each step (`Prefills.plan`). The tokens of an overdue request do not advance virtual
-time. They make its tag earlier, but no earlier than if the rest of it arrived now, so that the
-second half of each step is left to others.
+This order alone lets a long request wait for a long time: a client whose short requests follow each
+other counts many times, because each is complete earlier than with an even share. So a request also
+has a *due time*, on a clock that a token advances by one part in the number of unfinished requests.
+A request whose due time has passed is *overdue*, and overdue requests get the first half of each
+step (`Prefills.plan`). The tokens of an overdue request do not advance virtual time. They make the
+request's tag earlier, but no earlier than if its remaining tokens arrived now. The second half of
+each step is thus left to other requests.
 """
 
 from dataclasses import dataclass

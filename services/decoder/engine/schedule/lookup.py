@@ -78,8 +78,8 @@ class DraftSource(Protocol):
         ...
 
     def num_equal(self) -> int:
-        """Returns how many of the sequence's last tokens are equal to those before the place that
-        drafts are copied from, as far as they were compared. 0 if there are no drafts.
+        """Returns the length of the match: the number of the sequence's last tokens that were
+        compared with the tokens before the copied drafts and are equal. 0 if there are no drafts.
         """
         ...
 
@@ -253,7 +253,7 @@ class _Reason(Enum):
 
 
 class _Share:
-    """A share that is learned from one case after the other.
+    """A share that is learned case by case.
 
     Attributes:
         rate: the share.
@@ -271,7 +271,7 @@ class _Share:
 
 
 class _Starts:
-    """How often drafts start for one reason.
+    """Counts of drafts that start for the same reason.
 
     Attributes:
         found: share of the tokens behind which there were drafts.
@@ -294,9 +294,9 @@ class _Text:
     """Token ids with an index of their n-grams of `MIN_MATCH` tokens.
 
     The ids at the start are indexed by sorting, at the first search, because a dictionary of a long
-    prompt would take a hundred bytes a token. Later ids are indexed as they come. The keys begin
-    with the last token of an n-gram, so that the n-grams that end in the same two tokens are next
-    to each other.
+    prompt would take a hundred bytes a token. Later ids are indexed as they come. A key
+    begins with the last token of its n-gram, so that n-grams with the same last two tokens have
+    neighbouring keys.
     """
 
     def __init__(self, ids: "array[int]") -> None:
