@@ -54,16 +54,16 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What clients do.
+    """The requests of the clients, and the processes that send and serve them.
 
     Attributes:
-        streams: requests under way, always.
-        rate: tokens a second over all of them.
-        tokens: of each answer.
-        requests: in all.
-        words: of each prompt.
-        clients: processes that share the streams.
-        gateways: processes that share the clients.
+        streams: number of requests that run at the same time.
+        rate: tokens a second over all streams.
+        tokens: number of tokens of each answer.
+        requests: number of requests in all.
+        words: number of words of each prompt.
+        clients: number of processes that share the streams.
+        gateways: number of gateway processes that share the clients.
         seconds: time after which clients send no further request.
         gateway_cores: cores of the gateways. Empty if they may use all cores.
     """
