@@ -96,6 +96,12 @@ class EngineChannel(Generic[Incoming]):
             timeout_s = 0.0 if messages else timeout_s
         return messages
 
+    def has_messages(self) -> bool:
+        """Returns whether something has arrived on this channel, included channels left out, that
+        `receive` has not read.
+        """
+        return bool(select.select([self], [], [], 0.0)[0])
+
     def send(self, message: msgspec.Struct) -> None:
         """Sends one message and blocks while the socket's buffer is full.
 

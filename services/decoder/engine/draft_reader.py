@@ -4,7 +4,12 @@ The device makes the drafts of the model's own layer behind the tokens of a step
 postprocesses the tokens. If nothing that the host decides depends on the ids of the drafts, the
 host launches the next step meanwhile. That step finds the drafts on the device, which therefore
 does not wait for the host. The host reads their ids with the results of that step.
+
+A message that has arrived by then may be a request. A step that was launched without it would
+delay its first token by the whole step, so the host reads the drafts and the message first.
 """
+
+from collections.abc import Callable
 
 from services.common.clock import Clock
 from services.decoder.engine.runner import PendingStep
@@ -21,6 +26,7 @@ class DraftReader:
         times: the times of the engine's steps.
         clock: the engine's clock.
         ahead: True if steps may be launched before the drafts of the step before are read.
+        has_messages: returns whether a message to the engine has arrived that it has not read.
     """
 
     def __init__(
@@ -30,9 +36,10 @@ class DraftReader:
         clock: Clock,
         *,
         ahead: bool,
+        has_messages: Callable[[], bool],
     ) -> None:
         self._scheduler, self._times, self._clock = scheduler, times, clock
-        self._ahead = ahead
+        self._ahead, self._has_messages = ahead, has_messages
         # A batch that was launched before the host knew its drafts, and the step that made them.
         self._unread: tuple[Batch, PendingStep] | None = None
 
@@ -81,9 +88,12 @@ class DraftReader:
     def _needs_ids(self, batch: Batch) -> bool:
         """Returns whether the host has to know the drafts before it can launch the next step.
 
-        Drafts decide about token masks and what penalties count. A step with prompts has no drafts.
+        Drafts decide about token masks and what penalties count. A step with prompts has no drafts,
+        and a message that has arrived may bring a prompt.
         """
         scheduler = self._scheduler
         if not batch.num_head_drafts or scheduler.num_masked or scheduler.prefills.has_work:
+            return True
+        if self._has_messages():
             return True
         return any([chunk.sequence.message.sampling.has_penalties for chunk in batch.chunks])

@@ -85,6 +85,8 @@ class Engine:
         pending: the steps that were launched and whose results were not read, oldest first: number
             of the step, its plan, its result. These steps are *in flight*.
         planned: the next step, if `plan` has planned it ahead. None if there is no such plan.
+        has_messages: returns whether a message has arrived that the engine's owner has not read.
+            Replaced by the owner, and False until then.
     """
 
     def __init__(
@@ -120,7 +122,14 @@ class Engine:
             step_cost=self._times.cost,
             speculation=self.speculation,
         )
-        self._drafts = DraftReader(self.scheduler, self._times, clock, ahead=overlap)
+        self.has_messages: Callable[[], bool] = bool
+        self._drafts = DraftReader(
+            self.scheduler,
+            self._times,
+            clock,
+            ahead=overlap,
+            has_messages=lambda: self.has_messages(),
+        )
         self.sequences: dict[int, Sequence] = {}
         self.pending: deque[tuple[int, Batch, PendingStep]] = deque()
         self.planned: tuple[Batch, Step] | None = None

@@ -105,6 +105,16 @@ def test_polling_does_not_wait(pair: Pair) -> None:
     assert engine.receive(0.01) == []
 
 
+def test_an_engine_asks_for_messages_without_reading_them(pair: Pair) -> None:
+    engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
+    assert not engine.has_messages()
+    body = msgspec.msgpack.encode(Text(7, "here"))
+    pair[0].sendall(len(body).to_bytes(4, "little") + body)
+    assert engine.has_messages() and engine.has_messages()
+    assert engine.receive(0.0) == [Text(7, "here")]
+    assert not engine.has_messages()
+
+
 def test_an_engine_stays_awake_for_a_while(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
     body = msgspec.msgpack.encode(Text(7, "late"))

@@ -2,6 +2,7 @@
 whatever happens to a sequence meanwhile, each ends once with the tokens that it has alone.
 """
 
+import random
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -85,12 +86,14 @@ def harness_of(
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     share=st.sampled_from([0.5, 0.9, 1.0]),
     seed=st.integers(0, 2**16),
+    messages=st.sampled_from([0.0, 0.3]),
     has_states=st.booleans(),
     host=st.sampled_from([0, 0, 3, 64]),
 )
 def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
-    program, extras, engine, failure, plans, max_drafts, right, share, seed, has_states, host
-):
+    program, extras, engine, failure, plans, max_drafts, right, share, seed, messages, has_states,
+    host,
+):  # fmt: skip
     """Arrivals, ends, aborts, preemptions, full memory, grammars, penalties, log-probabilities and
     predictions, between the launch of a step and the arrival of its drafts.
     """
@@ -100,6 +103,8 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
         right=right, share=share, seed=seed, plans=plans, max_drafts=max_drafts,
         num_host_blocks=host, **states, **engine,
     )  # fmt: skip
+    draw = random.Random(seed)
+    harness.engine.has_messages = lambda: draw.random() < messages
     varied = [Varied(*pair) for pair in zip(program, extras, strict=False)]
     play(harness, varied, failure)  # type: ignore[arg-type]
 
@@ -131,6 +136,26 @@ def test_steps_follow_each_other_without_their_drafts(count: int) -> None:
     totals = harness.engine.stats().drafts
     assert totals is not None and totals.num_drafts == runner.num_sources > 15 * count
     assert len(runner.batches) < 25
+
+
+@pytest.mark.parametrize("has_messages", [True, False])
+def test_a_request_that_arrives_while_a_step_runs_takes_part_in_the_next(
+    has_messages: bool,
+) -> None:
+    """A step that the host launches without reading its messages would delay the request."""
+    harness, runner = started()
+    harness.engine.has_messages = lambda: has_messages
+    num_steps = len(runner.batches)
+    harness.step()  # reads the step that runs
+    harness.add(add_message(7, prompt_of(7, 9), max_tokens=40))
+    harness.engine.has_messages = bool
+    while 7 not in {number for number, _, _ in runner.batches[-1]}:
+        harness.step()
+    # With the request in it, the step verifies no drafts of the others.
+    assert len(runner.batches) - num_steps == (1 if has_messages else 2)
+    harness.run()
+    harness.assert_all_as_alone()
+    harness.assert_empty()
 
 
 def test_a_device_that_does_not_find_its_drafts_is_noticed() -> None:
