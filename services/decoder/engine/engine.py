@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
