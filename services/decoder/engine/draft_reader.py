@@ -26,7 +26,10 @@ class DraftReader:
         times: the times of the engine's steps.
         clock: the engine's clock.
         ahead: True if steps may be launched before the drafts of the step before are read.
-        has_messages: returns whether a message to the engine has arrived that it has not read.
+
+    Attributes:
+        has_messages: returns whether a message to the engine has arrived that it has not read. Set
+            by the engine's owner, and False until then.
     """
 
     def __init__(
@@ -36,10 +39,10 @@ class DraftReader:
         clock: Clock,
         *,
         ahead: bool,
-        has_messages: Callable[[], bool],
     ) -> None:
         self._scheduler, self._times, self._clock = scheduler, times, clock
-        self._ahead, self._has_messages = ahead, has_messages
+        self._ahead = ahead
+        self.has_messages: Callable[[], bool] = bool
         # A batch that was launched before the host knew its drafts, and the step that made them.
         self._unread: tuple[Batch, PendingStep] | None = None
 
@@ -94,6 +97,6 @@ class DraftReader:
         scheduler = self._scheduler
         if not batch.num_head_drafts or scheduler.num_masked or scheduler.prefills.has_work:
             return True
-        if self._has_messages():
+        if self.has_messages():
             return True
         return any([chunk.sequence.message.sampling.has_penalties for chunk in batch.chunks])

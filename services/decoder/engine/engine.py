@@ -16,7 +16,6 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
@@ -82,12 +81,11 @@ class Engine:
         gate: the gate that decides when a launched step with late token masks is sampled.
         speculation: decides how many drafts each sequence verifies.
         scheduler: the scheduler of the engine's sequences.
+        drafts: the reader of drafts that come behind tokens.
         sequences: the sequences that have not ended, by id.
         pending: the steps that were launched and whose results were not read, oldest first: number
             of the step, its plan, its result. These steps are *in flight*.
         planned: the next step, if `plan` has planned it ahead. None if there is no such plan.
-        has_messages: returns whether a message has arrived that the engine's owner has not read.
-            Replaced by the owner, and False until then.
     """
 
     def __init__(
@@ -123,14 +121,7 @@ class Engine:
             step_cost=self._times.cost,
             speculation=self.speculation,
         )
-        self.has_messages: Callable[[], bool] = bool
-        self._drafts = DraftReader(
-            self.scheduler,
-            self._times,
-            clock,
-            ahead=overlap,
-            has_messages=lambda: self.has_messages(),
-        )
+        self.drafts = DraftReader(self.scheduler, self._times, clock, ahead=overlap)
         self.sequences: dict[int, Sequence] = {}
         self.pending: deque[tuple[int, Batch, PendingStep]] = deque()
         self.planned: tuple[Batch, Step] | None = None
@@ -259,9 +250,9 @@ class Engine:
             now = self._clock()
             # The gate learns which step the device computes now: the next one in flight, if any.
             self.gate.read(self.pending[0][1] if self.pending else None, now)
-            self._drafts.read_ids(oldest)
+            self.drafts.read_ids(oldest)
             self._postprocess(oldest, output)
-            if following := self._drafts.look(oldest, pending, now, in_flight=bool(self.pending)):
+            if following := self.drafts.look(oldest, pending, now, in_flight=bool(self.pending)):
                 self._launch(following)
         if self._delayed:
             first = self._first_in_flight()
@@ -339,9 +330,8 @@ class Engine:
         self._times.num_steps += 1
         self.pending.append((self.scheduler.step, batch, pending))
         self.gate.launched(batch, pending)
-        # A block is registered under its token ids. A chunk with `from_device` computes a token
-        # whose id is still on the device and unknown here, so `_postprocess` registers its blocks.
-        # These chunks come first in the batch.
+        # A block is registered under its token ids. A chunk with `from_device` has an id that is
+        # not known yet, so `_postprocess` registers its blocks. Such chunks come first in a batch.
         for chunk in reversed(batch.chunks):
             if chunk.from_device:
                 break

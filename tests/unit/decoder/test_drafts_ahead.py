@@ -104,7 +104,7 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
         num_host_blocks=host, **states, **engine,
     )  # fmt: skip
     draw = random.Random(seed)
-    harness.engine.has_messages = lambda: draw.random() < messages
+    harness.engine.drafts.has_messages = lambda: draw.random() < messages
     varied = [Varied(*pair) for pair in zip(program, extras, strict=False)]
     play(harness, varied, failure)  # type: ignore[arg-type]
 
@@ -144,11 +144,11 @@ def test_a_request_that_arrives_while_a_step_runs_takes_part_in_the_next(
 ) -> None:
     """A step that the host launches without reading its messages would delay the request."""
     harness, runner = started()
-    harness.engine.has_messages = lambda: has_messages
+    harness.engine.drafts.has_messages = lambda: has_messages
     num_steps = len(runner.batches)
     harness.step()  # reads the step that runs
     harness.add(add_message(7, prompt_of(7, 9), max_tokens=40))
-    harness.engine.has_messages = bool
+    harness.engine.drafts.has_messages = bool
     while 7 not in {number for number, _, _ in runner.batches[-1]}:
         harness.step()
     # With the request in it, the step verifies no drafts of the others.
