@@ -3,8 +3,9 @@
 A range begins at a key frame, so that an encoder decodes it without the frames before. The bits of
 an embedding do not depend on the division.
 
-Each further encoder is sent the whole file and reads all of its packets, once to probe it and once
-to decode frames. Only a long range pays for that time, and other clips could use the CPU.
+Each further encoder is sent the whole file and reads all packets to probe it, and its decoders read
+the packets before their frames again. Only a long range pays for that time, and other clips could
+use the CPU.
 """
 
 from bisect import bisect_right
@@ -20,6 +21,8 @@ from services.common.geometry import Int32s, Unit
 # matter: decoding a pixel; reading the packet of a frame; sending, copying and digesting a byte;
 # the calls and the opening of the file.
 _PIXEL_S, _PACKET_S, _BYTE_S, _START_S = 1.1e-9, 65e-6, 3e-9, 0.03
+# Most seconds between two encode calls that an idle encoder accepts.
+_CALL_S = 2e-3
 
 
 @dataclass(slots=True)
@@ -107,6 +110,29 @@ class ClipRanges:
             if nearest and abs(ends[nearest - 1] - wanted_s) <= range_s / 2:
                 chosen.add(nearest)
         return [bisect_right(sorted(chosen), at) for at in range(len(units))]
+
+    def call_order(self, units: Sequence[Unit], ranges: Sequence[int]) -> list[int]:
+        """Returns the order of the encode calls for divided units, as indices of the units.
+
+        An encoder decodes several *segments* (the frames from one key frame to the next) at the
+        same time, and begins a segment when it has accepted the segment's first call. Therefore
+        the first units of several segments are called first, then their second units, and so on.
+        The number of these segments is limited, so that the next unit of a segment has come when
+        the unit before is decoded. Otherwise the decoder would leave the segment and come back.
+
+        Args:
+            units: units of the clip that are to be encoded, in order.
+            ranges: number of the range of each unit, as `divide` returns it.
+        """
+        mean_s = sum(self.unit_s[unit.frames or (0, 0)] for unit in units) / len(units)
+        num_together = max(1, int(mean_s / _CALL_S))
+        places, segments = list[tuple[int, int, int]](), dict[int, dict[int, int]]()
+        for at, (unit, number) in enumerate(zip(units, ranges, strict=True)):
+            found = segments.setdefault(number, {})  # number of units of each segment of the range
+            start = self._start((unit.frames or (0, 0))[0])
+            found[start] = found.get(start, -1) + 1
+            places.append(((len(found) - 1) // num_together, found[start], at))
+        return [at for _, _, at in sorted(places)]
 
     def _start(self, frame: int) -> int:
         """Returns the frame from which a frame is decoded."""

@@ -121,12 +121,11 @@ class EncodeCalls:
             if key not in addresses:
                 missing.setdefault(key, index)
         chosen = self._choose(description, missing) if missing else {}
-        for key, index in missing.items():
-            pod = chosen[key]
+        for key, pod in chosen.items():
             addresses[key] = pod.address
             if self._encoded.get(key) != pod.address:
                 self._encoded.pop(key, None)
-                task = asyncio.create_task(self._encode(key, pod, index))
+                task = asyncio.create_task(self._encode(key, pod, missing[key]))
                 self._calls[key] = _Call(pod.address, task)
         self.coming.num_tokens = sum(
             run.num_tokens for key, run in zip(self.keys, runs, strict=True) if key in self._calls
@@ -192,7 +191,7 @@ class EncodeCalls:
     def _choose(
         self, description: DescribeEncoderResponse, missing: Mapping[bytes, int]
     ) -> dict[bytes, EncoderPod]:
-        """Chooses the encoders of units.
+        """Chooses the encoders of units. Returns them in the order in which they are called.
 
         A unit stays with the encoder that has encoded it. The other units of a clip are divided
         into ranges (`ClipRanges`), and images by their work (`EncoderShares`).
@@ -223,13 +222,14 @@ class EncodeCalls:
                 images.append(key)
             else:
                 clips.setdefault(request.prompt.runs[index].image, []).append(key)
-        for image, keys in clips.items():
-            chosen |= self._divide(pods, image, {key: missing[key] for key in keys})
         sizes = {key: self._size(missing[key]) for key in images}
         if sizes:
             shares = EncoderShares(pods, list(sizes.values()))
-            for key in sorted(sizes, key=lambda key: sizes[key], reverse=True):
-                chosen[key] = shares.take(key, sizes[key])
+            largest_first = sorted(sizes, key=lambda key: sizes[key], reverse=True)
+            taken = {key: shares.take(key, sizes[key]) for key in largest_first}
+            chosen |= {key: taken[key] for key in images}
+        for image, keys in clips.items():
+            chosen |= self._divide(pods, image, {key: missing[key] for key in keys})
         return chosen
 
     def _divide(
@@ -238,7 +238,7 @@ class EncodeCalls:
         """Chooses the encoders of a clip's units: the encoder that has probed the file, and idle
         encoders if the clip is long enough. While all encoders are busy, a clip is not divided,
         because each further encoder has to read the whole file. Nor is it divided again after an
-        encoder has failed the request.
+        encoder has failed the request. Returns the encoders in the order in which they are called.
 
         Args:
             image: index of the clip in the request.
@@ -259,15 +259,15 @@ class EncodeCalls:
         # An encoder that has been sent the file ahead comes first.
         idle.sort(key=lambda pod: (not file.has_sent(pod.address), rank(pod.address, digest)))
         team, num_sent = [home, *idle], sum(file.has_sent(pod.address) for pod in idle)
-        ranges = video.ranges.divide(
-            [runs[index].unit for index in units.values()], len(team), num_ready=1 + num_sent
-        )
+        pairs = [runs[index].unit for index in units.values()]
+        ranges = video.ranges.divide(pairs, len(team), num_ready=1 + num_sent)
         try:
             num_bytes = len(file.data) * MEMORY_PER_CALLED_BYTE
             self.request.slot.memory.add(max(max(ranges) - num_sent, 0) * num_bytes)
         except Overloaded:  # There is no memory for the calls to further encoders.
             ranges = [0] * len(units)
-        return {key: team[number] for key, number in zip(units, ranges, strict=True)}
+        keys = list(units)
+        return {keys[at]: team[ranges[at]] for at in video.ranges.call_order(pairs, ranges)}
 
     def _size(self, index: int) -> tuple[int, int]:
         """Returns the number of patches of a run's unit, and the bytes of its encode call."""

@@ -118,3 +118,33 @@ def test_no_division_takes_longer_than_one_encoder() -> None:
         first, *others = seconds(ranges, numbers)
         whole = sum(ranges.unit_s.values()) + 1e-9
         assert max([first, *(ranges.further_s + other for other in others)]) <= whole
+
+
+def called(ranges: ClipRanges, numbers: list[int]) -> list[tuple[int, int]]:
+    """Range and first frame of each unit, in the order of the calls."""
+    order = ranges.call_order(ranges.units, numbers)
+    assert sorted(order) == list(range(len(ranges.units)))
+    return [(numbers[at], (ranges.units[at].frames or (0, 0))[0]) for at in order]
+
+
+def test_the_first_units_of_segments_that_take_long_are_called_first() -> None:
+    ranges = clip(1800, gop=250)
+    numbers = ranges.divide(ranges.units, 2, num_ready=2)
+    found = called(ranges, numbers)
+    # The first unit of each of the eight segments, of both encoders.
+    first = [0, 270, 510, 750, 1020, 1260, 1500, 1770]
+    assert found[:8] == [(int(frame >= 1020), frame) for frame in first]
+    for start, stop in pairwise([0, 250, 500, 750, 1000, 1250, 1500, 1750, 1800]):
+        of_segment = [frame for _, frame in found if start <= frame < stop]
+        assert of_segment == sorted(of_segment)
+
+
+def test_units_that_are_decoded_faster_than_calls_come_keep_their_order() -> None:
+    tiny = clip(1800, gop=250, num_pixels=64 * 48)
+    assert tiny.call_order(tiny.units, [0] * len(tiny.units)) == list(range(len(tiny.units)))
+    # 30 frames of 640 x 360 take as long as three calls, so that three segments are interleaved.
+    small = clip(720, gop=120, num_pixels=SD)
+    frames = [frame for _, frame in called(small, [0] * len(small.units))]
+    assert frames[:12] == [0, 120, 240, 30, 150, 270, 60, 180, 300, 90, 210, 330]
+    assert frames[12:15] == [360, 480, 600]
+    assert small.call_order(small.units[-1:], [0]) == [0]
