@@ -39,6 +39,11 @@ class InProcessClips:
 
     @contextmanager
     def frames(
-        self, file: MemoryAddress, size: Size, indices: tuple[int, int], lane: int = 0
+        self,
+        file: MemoryAddress,
+        size: Size,
+        indices: tuple[int, int],
+        lane: int = 0,
+        index: MemoryAddress | None = None,
     ) -> Generator[list[np.ndarray]]:
         yield frame_pixels(self._files[file.name], tuple(dict.fromkeys(indices)))

@@ -106,7 +106,9 @@ class Preprocessor:
         if self.video_decoders is None or unit.frames is None:
             raise InvalidVideo("this model takes no videos")
         height, width = self.geometry.size_of(unit)
-        with self.video_decoders.frames(video.file, video.size, unit.frames, lane) as shared:
+        with self.video_decoders.frames(
+            video.file, video.size, unit.frames, lane, video.index
+        ) as shared:
             frames = [torch.from_numpy(pixels) for pixels in shared]
             if sum(frame.nbytes for frame in frames) > self.max_copied_bytes:
                 frames = [resize(frame, height, width, self.frame_resample) for frame in frames]

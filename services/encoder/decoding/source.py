@@ -16,11 +16,14 @@ class Video(msgspec.Struct, frozen=True):
         file: address of the file's bytes. Its name identifies the video.
         size: height and width of the video's upright frames, in pixels.
         start: key frame from which the unit's first frame is decoded.
+        index: address of the file's encoded `Index`. None if each decoder has to read it from the
+            file.
     """
 
     file: MemoryAddress
     size: Size
     start: int = 0
+    index: MemoryAddress | None = None
 
 
 class Source(msgspec.Struct, frozen=True):

@@ -206,7 +206,7 @@ class EncoderServicer(Servicer):
             with span("probe", parent) as current:
                 held = await self._probe(context)
                 current.set(num_frames=held.facts.num_frames, size_bytes=held.file.size_bytes)
-            return pb.ProbeResponse(video_digest=held.digest, **asdict(held.facts))
+            return pb.ProbeResponse(video_digest=held.digest, **held.facts.public)
 
     async def _probe(self, context: grpc.aio.ServicerContext) -> StoredVideo:
         """Returns the video of a call. `VideoStore` holds and counts its file, so the message,

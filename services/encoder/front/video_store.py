@@ -11,7 +11,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -42,21 +42,34 @@ class StoredVideo:
     Attributes:
         digest: digest of the file.
         file: address of the file's copy.
-        facts: facts of the video.
+        facts: facts of the video, without its index.
         expires_at: time of the clock at which the file is dropped.
+        index: address of the encoded `Index` of the file. None if there is none.
     """
 
     digest: bytes
     file: MemoryAddress
     facts: Facts
     expires_at: float
+    index: MemoryAddress | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Number of bytes of the file and its index."""
+        return self.file.size_bytes + (self.index.size_bytes if self.index else 0)
+
+    def close(self) -> None:
+        """Frees the memory, unless a process has mapped it."""
+        os.close(self.file.fd)
+        if self.index is not None:
+            os.close(self.index.fd)
 
     def video(self, frame: int = 0) -> Video:
         """Returns the video as the source of a unit, by the unit's first frame."""
         keys = np.frombuffer(self.facts.key_frames, "<i4")
         at = int(np.searchsorted(keys, frame, "right"))
         start = int(keys[at - 1]) if at else 0
-        return Video(self.file, (self.facts.height, self.facts.width), start)
+        return Video(self.file, (self.facts.height, self.facts.width), start, self.index)
 
     def frame_digest(self, index: int) -> bytes:
         """Returns the digest of a frame.
@@ -162,7 +175,7 @@ class VideoStore:
         self._copier.close()
         self._probes.close()
         for stored in self._stored.values():
-            os.close(stored.file.fd)
+            stored.close()
         self._stored.clear()
 
     def _found(self, digest: bytes, share: Share) -> "asyncio.Future[StoredVideo] | None":
@@ -209,12 +222,14 @@ class VideoStore:
         except InvalidVideo as error:
             self._refuse(digest, error.message)
             raise
+        index = await self._copier.copy(facts.index) if facts.index else None
+        expires_at = self._clock() + _TTL_S
+        read = StoredVideo(digest, address, replace(facts, index=b""), expires_at, index)
         if (stored := self._renewed(digest)) is not None:  # the file of another tenant was faster
-            os.close(address.fd)
+            read.close()
             return stored
-        stored = StoredVideo(digest, address, facts, self._clock() + _TTL_S)
-        self._stored[digest] = stored
-        self._used_bytes += address.size_bytes
+        self._stored[digest] = stored = read
+        self._used_bytes += stored.size_bytes
         self._drop_files()
         return stored
 
@@ -242,5 +257,5 @@ class VideoStore:
             if not is_full and oldest.expires_at > now:
                 break
             del self._stored[digest]
-            self._used_bytes -= oldest.file.size_bytes
-            os.close(oldest.file.fd)
+            self._used_bytes -= oldest.size_bytes
+            oldest.close()

@@ -351,3 +351,23 @@ def test_videos_that_nobody_asks_for_give_way(held: Held) -> None:
 
 def test_an_mp4_with_its_index_first(pool: ClipPool, held: Held) -> None:
     assert pool.probe(held.put(index_first(make()))).num_frames == 24
+
+
+def test_workers_decode_with_an_index_that_is_stored_beside_the_file(
+    pool: ClipPool, held: Held
+) -> None:
+    data = make("mp4", options={"g": "6"})
+    facts, file = pool.probe(held.put(data)), held.put(data)
+    index = held.put(facts.index)
+    with pool.frames(file, SIZE, (7, 13), 0, index) as found:
+        expected = frame_pixels(data, (7, 13))
+        assert all(np.array_equal(*both) for both in zip(found, expected, strict=True))
+    # The worker reads this index instead of the file's packets.
+    damaged = held.put(facts.index[:-1])
+    with pytest.raises(InvalidVideo), pool.frames(held.put(data), SIZE, (7, 13), 0, damaged):
+        pass
+    held.close()
+    with pool.frames(file, SIZE, (14, 15), 0, index) as found:  # the worker has both mapped
+        assert np.array_equal(found[0], frame_pixels(data, (14,))[0])
+    with pytest.raises(VideoNotHeld), pool.frames(file, SIZE, (0, 1), 1, index):
+        pass

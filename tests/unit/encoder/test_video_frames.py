@@ -13,7 +13,7 @@ from PIL import Image
 
 from services.common.errors import InvalidVideo
 from services.common.images.image_key import FRAME_DIGEST_BYTES
-from services.encoder.decoding.clips.container import to_rgb, upright_size
+from services.encoder.decoding.clips.container import Index, to_rgb, upright_size
 from services.encoder.decoding.clips.frames import Frames, probe
 from services.encoder.decoding.clips.questions import Facts
 from tests.noise import PATIENCE_S
@@ -315,3 +315,19 @@ def test_other_files_are_not_opened(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with suppress(InvalidVideo):
         assert facts_of(odd).num_frames == 24
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "av1"])
+def test_an_index_that_another_process_has_read_gives_the_same_frames(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packets before a frame's key frame are skipped, and no other packet is read."""
+    data = av1() if kind == "av1" else make(kind, options={"g": "6"})
+    expected, encoded = decoded(data), facts_of(data).index
+    monkeypatch.setattr("services.encoder.decoding.clips.frames.read_index", None)
+    for order in ((0, 1, 7, 23), (13, 22, 3), (23,)):
+        with closing(Frames(memoryview(data), Index.decode(memoryview(encoded)))) as frames:
+            for index in order:
+                assert np.array_equal(pixels(frames, index), expected[index]), index
+            with pytest.raises(InvalidVideo, match="has 24 frames, and no frame 24"):
+                frames.frame(24)

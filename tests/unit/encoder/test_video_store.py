@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from services.encoder.front.file_copier import FileCopier
 from services.encoder.front.probe_queue import ProbeQueue
 from services.encoder.front.video_store import StoredVideo, VideoStore
 from tests.descriptors import num_memories
-from tests.fake_clips import FakeClips
+from tests.fake_clips import FACTS, FakeClips
 from tests.noise import PATIENCE_S
 
 
@@ -76,6 +77,22 @@ async def test_the_longest_unused_gives_way(videos: VideoStore) -> None:
     await held(videos, b"5")
     with pytest.raises(VideoNotHeld):
         videos.get(large.digest)
+
+
+async def test_the_index_of_a_file_is_stored_and_freed_with_it(
+    videos: VideoStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.fake_clips.FACTS", replace(FACTS, index=b"i" * 30))
+    before = num_memories()
+    first, second = await held(videos, b"1" * 20), await held(videos, b"2" * 20)
+    index = second.video().index
+    assert index is not None and not second.facts.index
+    assert bytes(ForeignMemory(index).view(0, 30)) == b"i" * 30
+    assert num_memories() == before + 4
+    await held(videos, b"3")  # the two files before have 100 bytes with their indexes
+    with pytest.raises(VideoNotHeld):
+        videos.get(first.digest)
+    assert num_memories() == before + 4
 
 
 async def test_a_file_that_has_expired_is_read_again(

@@ -163,7 +163,12 @@ class ClipPool:
 
     @contextmanager
     def frames(
-        self, file: MemoryAddress, size: Size, indices: tuple[int, int], lane: int = 0
+        self,
+        file: MemoryAddress,
+        size: Size,
+        indices: tuple[int, int],
+        lane: int = 0,
+        index: MemoryAddress | None = None,
     ) -> Generator[list[np.ndarray]]:
         """Decodes two frames of a video.
 
@@ -172,6 +177,8 @@ class ClipPool:
             size: height and width of the video's frames, as its facts say.
             indices: numbers of the two frames.
             lane: number of the worker among those that decode this video.
+            index: address of the file's encoded `Index`. None if a worker that opens the file has
+                to read all of its packets.
 
         Yields:
             Two upright frames `[height, width, 3]` uint8, valid inside the `with` block. One frame
@@ -185,7 +192,8 @@ class ClipPool:
         memory_bytes = self._limits.worst_case_bytes(size[0] * size[1])
         name = f"{file.name}/{lane}" if lane else file.name
         with self._taken(name, memory_bytes) as slot:
-            sizes = _ask(slot, Question(file, indices, memory_bytes, self._limits.cpu_s)).sizes
+            question = Question(file, indices, memory_bytes, self._limits.cpu_s, index)
+            sizes = _ask(slot, question).sizes
             flat = slot.child.pixels(sum(height * width * 3 for height, width in sizes))
             ends = np.cumsum([height * width * 3 for height, width in sizes])
             try:

@@ -22,7 +22,7 @@ from services.common.embeddings.shared_memory import ForeignMemory, NotReadable
 from services.common.errors import InvalidVideo, VideoNotHeld
 from services.common.process.work_limits import limited, mapped_bytes
 from services.encoder.decoding.child import serve
-from services.encoder.decoding.clips.container import check_size, to_rgb, upright_size
+from services.encoder.decoding.clips.container import Index, check_size, to_rgb, upright_size
 from services.encoder.decoding.clips.frames import Frames, probe
 from services.encoder.decoding.clips.questions import CORRUPT, TOO_SLOW, Answer, Question
 
@@ -76,15 +76,18 @@ class Worker:
             raise InvalidVideo(TOO_SLOW)
         try:
             file = None if is_open else ForeignMemory(asked.file)
+            known = None if is_open or asked.index is None else ForeignMemory(asked.index)
         except NotReadable:
             raise VideoNotHeld("the video is no longer held") from None
         cpu_s = min(asked.cpu_s, VIDEO_CPU_S - spent_s)
-        with limited(cpu_s, asked.memory_bytes, self._base_bytes + asked.file.size_bytes):
+        mapped = asked.file.size_bytes + (asked.index.size_bytes if asked.index else 0)
+        with limited(cpu_s, asked.memory_bytes, self._base_bytes + mapped):
             if asked.frames is None:
                 assert file is not None
                 return Answer(facts=probe(file.view(0, asked.file.size_bytes)))
             if file is not None:
-                self._frames = Frames(file.view(0, asked.file.size_bytes))
+                index = Index.decode(known.view(0, known.address.size_bytes)) if known else None
+                self._frames = Frames(file.view(0, asked.file.size_bytes), index)
                 self._name, self._cpu_start_s = asked.file.name, time.process_time()
             return Answer(sizes=self._write(asked.frames, shared))
 

@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import NamedTuple, NoReturn
 
 import av
+import msgspec
 import numpy as np
 from av.container import InputContainer
 from av.error import FFmpegError
@@ -102,6 +103,35 @@ class Index:
     digests: bytes
     time_base: Fraction
 
+    @classmethod
+    def decode(cls, data: "bytes | memoryview") -> "Index":
+        """Returns the index that `encode` has encoded. It refers to `data`."""
+        fields = msgspec.msgpack.decode(data, type=_EncodedIndex)
+        entries = np.frombuffer(fields.entries, np.int64).reshape(-1, 3)
+        return cls(
+            entries,
+            fields.by_order,
+            fields.codec,
+            fields.rate,
+            fields.duration_s,
+            b"",
+            Fraction(*fields.time_base),
+        )
+
+    def encode(self) -> bytes:
+        """Returns the index without its digests, so that other processes need not read all packets
+        of the file.
+        """
+        fields = _EncodedIndex(
+            memoryview(self.entries.tobytes()),
+            self.by_order,
+            self.codec,
+            self.rate,
+            self.duration_s,
+            self.time_base.as_integer_ratio(),
+        )
+        return msgspec.msgpack.encode(fields)
+
     @property
     def num_frames(self) -> int:
         """Number of frames."""
@@ -124,6 +154,17 @@ class Index:
         """
         starts = np.maximum.accumulate(self.entries[:, 2])
         return (np.flatnonzero(np.diff(starts)) + 1).astype("<i4").tobytes()
+
+
+class _EncodedIndex(msgspec.Struct, array_like=True):
+    """The fields of an encoded `Index`. The time base is a numerator and a denominator."""
+
+    entries: memoryview
+    by_order: bool
+    codec: str
+    rate: float
+    duration_s: float
+    time_base: tuple[int, int]
 
 
 class Reader:

@@ -17,6 +17,7 @@ from av.video.stream import VideoStream
 from services.common.errors import InvalidVideo
 from services.encoder.decoding.clips.container import (
     Entry,
+    Index,
     check_amount,
     check_size,
     failures,
@@ -53,6 +54,7 @@ def probe(data: memoryview) -> Facts:
         duration_s=index.duration_s,
         frame_digests=index.frame_digests,
         key_frames=index.key_frames,
+        index=index.encode(),
     )
 
 
@@ -75,6 +77,7 @@ class Frames:
 
     Args:
         data: the file, which stays in memory until `close`.
+        index: frames of the file. None if all packets of the file have to be read first.
 
     Attributes:
         index: frames of the file, according to its packets.
@@ -83,9 +86,11 @@ class Frames:
         InvalidVideo: the file is not a video that can be decoded here.
     """
 
-    def __init__(self, data: memoryview) -> None:
-        with opened(data) as (container, stream):
-            self.index = index = read_index(container, stream, len(data))
+    def __init__(self, data: memoryview, index: Index | None = None) -> None:
+        if index is None:
+            with opened(data) as (container, stream):
+                index = read_index(container, stream, len(data))
+        self.index = index
         self._data = data
         frames_s = _MAX_SHOWN_FRAMES / index.rate if index.rate else 0.0
         self._max_shown_s = max(frames_s, _MAX_SHOWN_S)

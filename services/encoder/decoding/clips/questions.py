@@ -2,7 +2,8 @@
 processes import PyAV.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,7 @@ TOO_SLOW = "decoding the video takes too long"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts of a video file, as in the gRPC message `ProbeResponse`.
+    """The facts of a video file. All but the index are fields of the message `ProbeResponse`.
 
     Attributes:
         num_frames: number of frames.
@@ -26,6 +27,8 @@ class Facts:
         duration_s: duration in seconds. 0 if unknown.
         frame_digests: digests of all frames, one after another.
         key_frames: numbers of the frames behind the first with which decoding may start, int32.
+        index: the encoded `Index` of the file, with which workers decode frames without reading all
+            packets before. Empty if it is stored elsewhere.
     """
 
     num_frames: int
@@ -35,6 +38,14 @@ class Facts:
     duration_s: float
     frame_digests: bytes
     key_frames: bytes = b""
+    index: bytes = b""
+
+    @property
+    def public(self) -> dict[str, Any]:
+        """The fields of the message `ProbeResponse`, by name."""
+        fields = asdict(self)
+        del fields["index"]
+        return fields
 
 
 class Question(msgspec.Struct):
@@ -45,12 +56,14 @@ class Question(msgspec.Struct):
         frames: numbers of the two frames to decode. None if the facts are requested.
         memory_bytes: most bytes that the process may allocate for the answer.
         cpu_s: seconds of CPU time that the answer may take.
+        index: address of the file's encoded `Index`. None if it has to be read from the file.
     """
 
     file: MemoryAddress
     frames: tuple[int, int] | None
     memory_bytes: int
     cpu_s: float
+    index: MemoryAddress | None = None
 
 
 class Answer(msgspec.Struct):
