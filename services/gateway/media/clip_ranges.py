@@ -23,6 +23,9 @@ from services.common.geometry import Int32s, Unit
 _PIXEL_S, _PACKET_S, _BYTE_S, _START_S = 1.1e-9, 65e-6, 3e-9, 0.03
 # Most seconds between two encode calls that an idle encoder accepts.
 _CALL_S = 2e-3
+# Most segments of a range whose units are called in turn. An encoder with 16 cores decodes five
+# segments of a clip at the same time.
+_MAX_TOGETHER = 8
 
 
 @dataclass(slots=True)
@@ -125,7 +128,7 @@ class ClipRanges:
             ranges: number of the range of each unit, as `divide` returns it.
         """
         mean_s = sum(self.unit_s[unit.frames or (0, 0)] for unit in units) / len(units)
-        num_together = max(1, int(mean_s / _CALL_S))
+        num_together = max(1, min(_MAX_TOGETHER, int(mean_s / _CALL_S)))
         places, segments = list[tuple[int, int, int]](), dict[int, dict[int, int]]()
         for at, (unit, number) in enumerate(zip(units, ranges, strict=True)):
             found = segments.setdefault(number, {})  # number of units of each segment of the range

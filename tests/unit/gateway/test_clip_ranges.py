@@ -148,3 +148,10 @@ def test_units_that_are_decoded_faster_than_calls_come_keep_their_order() -> Non
     assert frames[:12] == [0, 120, 240, 30, 150, 270, 60, 180, 300, 90, 210, 330]
     assert frames[12:15] == [360, 480, 600]
     assert small.call_order(small.units[-1:], [0]) == [0]
+
+
+def test_no_more_segments_are_begun_early_than_an_encoder_decodes_together() -> None:
+    ranges = clip(1800, gop=120)
+    frames = [frame for _, frame in called(ranges, [0] * len(ranges.units))]
+    assert frames[:9] == [*range(0, 960, 120), 30]
+    assert max(frames[:32]) < 960 <= min(frames[32:])
