@@ -11,8 +11,8 @@ import json
 import random
 import time
 import urllib.request
-from statistics import median, quantiles
-from typing import Any
+from statistics import fmean, median, quantiles
+from typing import Any, NamedTuple
 
 from benchmarks.client import Connection, Target
 from benchmarks.worker import model_name
@@ -112,6 +112,36 @@ async def phase(
     return times
 
 
+class Mean(NamedTuple):
+    """Sum of seconds to the first token in the decoder, and number of requests."""
+
+    seconds: float = 0.0
+    number: float = 0.0
+
+    def plus(self, begun: "Mean", ended: "Mean") -> "Mean":
+        """Returns this sum and what was added between two readings."""
+        seconds = self.seconds + ended.seconds - begun.seconds
+        return Mean(seconds, self.number + ended.number - begun.number)
+
+    @property
+    def ms(self) -> float:
+        return 1e3 * self.seconds / max(1.0, self.number)
+
+
+def first_tokens(url: str) -> Mean:
+    """Reads a decoder's histogram of first tokens, without those of lines.
+
+    Args:
+        url: address of its metrics. Empty if they are not read.
+    """
+    if not url:
+        return Mean()
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+        values = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines())
+    name = "triptych_decoder_ttft_seconds"
+    return Mean(float(values[f"{name}_sum"]), float(values[f"{name}_count"]))
+
+
 def main() -> None:
     """Reads the options and measures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -123,23 +153,27 @@ def main() -> None:
     add("--words", type=int, default=200, help="words of a request's prompt")
     add("--tokens", type=int, default=8, help="tokens of a request's answer")
     add("--lines", type=int, default=10_000, help="lines of the batch")
+    add("--decoder", default="", help="URL of a decoder's metrics: its own mean first token, too")
     options = parser.parse_args()
     target = Target.from_url(options.url, "")
     model = model_name(target)
     batches = Batches(options.url, model, options.lines)
     times: dict[str, list[float]] = {"alone": [], "beside the batch": []}
+    in_decoder = {name: Mean() for name in times}
     num_lines = 0
     for number in range(options.rounds):
         for name, found in times.items():
             batch = batches.start() if name != "alone" else ""
             before = batches.completed(batch) if batch else 0
             seed = 2 * number + bool(batch)  # no prompt is sent twice
+            begun = first_tokens(options.decoder)
             found += asyncio.run(
                 phase(
                     target, model, options.rate, options.seconds, seed, number,
                     num_words=options.words, num_tokens=options.tokens,
                 )
             )  # fmt: skip
+            in_decoder[name] = in_decoder[name].plus(begun, first_tokens(options.decoder))
             if batch:
                 num_lines += batches.completed(batch) - before
                 batches.stop(batch)
@@ -150,6 +184,8 @@ def main() -> None:
             f"{name}: median {median(found):.1f}, p90 {p90:.1f}, p99 {last[name]:.1f} ms,"
             f" {len(found)} requests"
         )
+        if options.decoder:
+            print(f"  in the decoder: mean {in_decoder[name].ms:.1f} of {fmean(found):.1f} ms")
     ratio = last["beside the batch"] / last["alone"]
     print(f"p99: {ratio:.2f} x; {num_lines / options.rounds / options.seconds:.1f} lines/s")
 

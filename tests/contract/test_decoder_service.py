@@ -359,6 +359,7 @@ async def test_a_gateway_that_does_not_read_is_bounded_and_then_cut():
         await until(lambda: not stream.sequences)
         await until(decoder.is_idle)
         message = await stream.outbox.take()
+        assert message is not None
         assert [e.failed.code for e in message.events] == ["cancelled"] * 4
         assert len(message.SerializeToString()) < 1000
         await other.submit(submit_of(1, prompt_of(1)))

@@ -13,7 +13,6 @@ import logging
 import time
 from array import array
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import (
@@ -29,7 +28,7 @@ from services.common.errors import (
 )
 from services.common.pb import decoder_pb2 as pb
 from services.common.process.channel import ChannelClosed, FrontChannel
-from services.common.spans import Span, record_span, start_span
+from services.common.spans import record_span, start_span
 from services.common.telemetry import bound_request_id
 from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.common.transport.rpc import MAX_REQUEST_ID_CHARS
@@ -46,9 +45,10 @@ from services.decoder.engine.messages import (
     StartOfSequence,
     StepDone,
 )
-from services.decoder.front.adapter_table import AdapterTable, LoadedAdapter
+from services.decoder.front.adapter_table import AdapterTable
 from services.decoder.front.drain import Drain
 from services.decoder.front.outbox import Outbox, usual_queued_bytes
+from services.decoder.front.stream import FrontSequence, Stream
 from services.decoder.front.submission import read_submit
 from services.decoder.front.token_ids import INT_BYTES
 from services.decoder.images.embedding_fetch import EncoderFailed
@@ -61,56 +61,6 @@ from services.decoder.metrics import DecoderMetrics
 log = logging.getLogger(__name__)
 
 _REASONS = {"stop": pb.Finished.REASON_STOP, "length": pb.Finished.REASON_LENGTH}
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    """The stream of one gateway, which is one `Generate` call.
-
-    Attributes:
-        outbox: queue of events for the gateway.
-        sequences: the gateway's sequences that are not reported yet, by the id that the
-            gateway has given each of them.
-        half_closed: True once the gateway has said that it submits no more sequences.
-    """
-
-    outbox: Outbox
-    sequences: "dict[int, _Sequence]" = field(default_factory=dict[int, "_Sequence"])
-    half_closed: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A sequence, from its submission to the engine's last event about it.
-
-    Attributes:
-        number: number of the sequence in this decoder, which front and engine use.
-        sequence_id: id that the gateway has given the sequence, unique within the stream.
-        stream: stream of the gateway that submitted the sequence.
-        submitted_at: time of the submission, as `time.time()`.
-        first_token_at: time of the first token, as `time.time()`. 0 before the first token.
-        num_generated: number of tokens that this decoder has generated.
-        max_generated: largest number of tokens that this decoder may generate.
-        deadline: timer that ends the sequence. None if the request has no time limit.
-        reported: True once the sequence's last event is in the outbox, or once another sequence
-            has taken its id.
-        tenant: name of the request's tenant. Empty if the request has no API key.
-        adapter: adapter of the sequence. None for the base model alone.
-    """
-
-    number: int
-    sequence_id: int
-    stream: Stream
-    request_id: str
-    span: Span
-    submitted_at: float
-    first_token_at: float = 0.0
-    num_generated: int = 0
-    max_generated: int = 0
-    deadline: asyncio.TimerHandle | None = None
-    reported: bool = False
-    tenant: str = ""
-    adapter: LoadedAdapter | None = None
 
 
 class DecoderFront(InputListener):
@@ -154,7 +104,7 @@ class DecoderFront(InputListener):
         self._masks = masks
         self.adapters = adapters or AdapterTable({}, 0, channel)
         self._numbers = itertools.count(1)
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, FrontSequence] = {}
         self._streams: set[Stream] = set()
         self._refusal = ""  # reason for refusing all submissions; empty while they are accepted
         self._empty = asyncio.Event()
@@ -206,13 +156,14 @@ class DecoderFront(InputListener):
         request_id = submit.request_id[:MAX_REQUEST_ID_CHARS]
         span = start_span("sequence", submit.traceparent, request_id=request_id)
         with bound_request_id(request_id), span.as_current():
-            sequence = _Sequence(
+            sequence = FrontSequence(
                 next(self._numbers), submit.sequence_id, stream, request_id, span, time.time()
             )
+            sequence.background = submit.background
             self._submit(sequence, submit)
         stream.outbox.flush()
 
-    def _submit(self, sequence: _Sequence, submit: pb.Submit) -> None:
+    def _submit(self, sequence: FrontSequence, submit: pb.Submit) -> None:
         stream = sequence.stream
         # If a gateway uses an id for a second sequence while the first one runs, it cannot tell
         # their events apart. The first sequence is aborted without an event, and the second one is
@@ -330,12 +281,13 @@ class DecoderFront(InputListener):
             for number, sequence in self._sequences.items()
         }
 
-    def _hand_over(self, sequence: _Sequence) -> None:
+    def _hand_over(self, sequence: FrontSequence) -> None:
         if not sequence.reported:  # else the gateway has the last event already
             log.info(
                 "a sequence may outlast the drain and is handed over to another decoder",
                 extra=_fields(sequence),
             )
+            sequence.send_kept()
             sequence.stream.outbox.add_hand_over(sequence.sequence_id)
             sequence.stream.outbox.flush()
 
@@ -366,16 +318,22 @@ class DecoderFront(InputListener):
             sequence.num_generated += len(token_ids)
             if not sequence.reported:
                 stream = sequence.stream
-                touched.add(stream)
-                if len(token_ids) == 1 and not (
+                has_more = (
                     event.logprobs
                     or event.end
                     or event.start
                     or event.prompt_logprobs
                     or event.predicted
-                ):
+                )
+                if sequence.background and not has_more:
+                    if sequence.keep(token_ids):
+                        continue
+                    token_ids = []
+                touched.add(stream)
+                if len(token_ids) == 1 and not has_more:
                     stream.outbox.add_token(sequence.sequence_id, token_ids[0])
                     continue
+                sequence.send_kept()
                 if event.prompt_logprobs is not None:
                     stream.outbox.add_prompt_logprobs(sequence.sequence_id, event.prompt_logprobs)
                 if event.vector:
@@ -400,7 +358,7 @@ class DecoderFront(InputListener):
                 self._drop_slow_reader(stream)
             stream.outbox.flush()
 
-    def _ended(self, sequence: _Sequence, end: EndOfSequence) -> None:
+    def _ended(self, sequence: FrontSequence, end: EndOfSequence) -> None:
         if not sequence.reported:
             if end.reason in _REASONS:
                 finished = pb.Finished(
@@ -420,17 +378,18 @@ class DecoderFront(InputListener):
                 self._report(sequence, _failed(error), error.code)
         self._remove(sequence)
 
-    def _started(self, sequence: _Sequence, start: StartOfSequence) -> pb.Started:
-        """Records how long the stages before a sequence's first token took. Returns the durations
-        for the gateway.
+    def _started(self, sequence: FrontSequence, start: StartOfSequence) -> pb.Started:
+        """Records how long the stages before a sequence's first token took, in histograms unless
+        the sequence is a line of a batch. Returns the durations for the gateway.
         """
         metrics, prefill_s = self._metrics, start.first_token_s - start.first_scheduled_s
-        metrics.queue.observe(start.first_scheduled_s)
-        metrics.ttft.observe(start.first_token_s)
-        metrics.prefill.observe(prefill_s)
         transfer_s = self.images.transfer_s(sequence.number)
-        if transfer_s:
-            metrics.transfer.observe(transfer_s)
+        if not sequence.background:
+            metrics.queue.observe(start.first_scheduled_s)
+            metrics.ttft.observe(start.first_token_s)
+            metrics.prefill.observe(prefill_s)
+            if transfer_s:
+                metrics.transfer.observe(transfer_s)
         sequence.first_token_at = sequence.submitted_at + start.first_token_s
         self.adapters.started(sequence.adapter)
         parent, submitted_at = sequence.span.traceparent, sequence.submitted_at
@@ -446,7 +405,7 @@ class DecoderFront(InputListener):
             prefill_s=prefill_s,
         )
 
-    def _fail(self, sequence: _Sequence, error: TriptychError) -> None:
+    def _fail(self, sequence: FrontSequence, error: TriptychError) -> None:
         """Reports a sequence as failed, and tells the engine to abort it."""
         if sequence.reported:
             return
@@ -467,21 +426,23 @@ class DecoderFront(InputListener):
         # outbox has lost them, so its finish event is replaced by the error.
         stream.outbox.discard_tokens(_failed(reason))
         for sequence in list(stream.sequences.values()):
+            sequence.kept_tokens = []
             self._fail(sequence, reason)
 
-    def _report(self, sequence: _Sequence, end: pb.Finished | pb.Failed, outcome: str) -> None:
+    def _report(self, sequence: FrontSequence, end: pb.Finished | pb.Failed, outcome: str) -> None:
         """Puts the last event of a sequence into the outbox of its stream."""
         sequence.reported = True
         stream = sequence.stream
         if stream.sequences.get(sequence.sequence_id) is sequence:
             del stream.sequences[sequence.sequence_id]
+        sequence.send_kept()
         stream.outbox.add_end(sequence.sequence_id, end)
         self._metrics.outcomes.labels(outcome).inc()
         self._log_end(sequence, outcome)
         if stream.half_closed and not stream.sequences:
             stream.outbox.close()
 
-    def _log_end(self, sequence: _Sequence, outcome: str) -> None:
+    def _log_end(self, sequence: FrontSequence, outcome: str) -> None:
         now = time.time()
         fields = _fields(sequence, outcome=outcome, tokens=sequence.num_generated)
         log.info("sequence ended", extra=fields)
@@ -491,7 +452,7 @@ class DecoderFront(InputListener):
         sequence.span.set(outcome=outcome, num_tokens=sequence.num_generated)
         sequence.span.end(now)
 
-    def _abort(self, sequence: _Sequence) -> None:
+    def _abort(self, sequence: FrontSequence) -> None:
         """Cancels the fetches of a sequence's images, and tells the engine to abort the sequence.
         Images that are in the arena stay there until the engine has answered.
         """
@@ -500,7 +461,7 @@ class DecoderFront(InputListener):
         self._masks.remove(sequence.number)
         self._channel.send(AbortSequence(sequence.number))
 
-    def _remove(self, sequence: _Sequence) -> None:
+    def _remove(self, sequence: FrontSequence) -> None:
         """Removes a sequence that the engine has ended."""
         if sequence.deadline is not None:
             sequence.deadline.cancel()
@@ -514,7 +475,7 @@ class DecoderFront(InputListener):
 
     def _start(
         self,
-        sequence: _Sequence,
+        sequence: FrontSequence,
         message: AddSequence,
         images: list[ImageRequest],
         timeout_s: float,
@@ -547,6 +508,6 @@ def _failed(error: TriptychError) -> pb.Failed:
     return pb.Failed(code=error.code, message=error.message, encoder_address=address)
 
 
-def _fields(sequence: _Sequence, **others: object) -> dict[str, Any]:
+def _fields(sequence: FrontSequence, **others: object) -> dict[str, Any]:
     ids = {"request_id": sequence.request_id, "sequence_id": sequence.sequence_id}
     return {"fields": {**others, **ids}}

@@ -13,7 +13,8 @@ from services.common.embeddings.fetch_wire import DTYPES
 from services.common.pb import decoder_pb2 as pb
 from services.common.transport.rpc import PROTOCOL
 from services.decoder.front.adapter_calls import AdapterCalls
-from services.decoder.front.front import DecoderFront, Stream
+from services.decoder.front.front import DecoderFront
+from services.decoder.front.stream import Stream
 
 
 class DecoderServicer(AdapterCalls):
