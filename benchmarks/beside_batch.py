@@ -137,9 +137,9 @@ def first_tokens(url: str) -> Mean:
     if not url:
         return Mean()
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-        values = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines())
-    name = "triptych_decoder_ttft_seconds"
-    return Mean(float(values[f"{name}_sum"]), float(values[f"{name}_count"]))
+        lines = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines()]
+    names = [f"triptych_decoder_ttft_seconds_{part}" for part in ("sum", "count")]
+    return Mean(*(sum(float(x[1]) for x in lines if x[0].split("{")[0] == n) for n in names))
 
 
 def main() -> None:
@@ -153,7 +153,7 @@ def main() -> None:
     add("--words", type=int, default=200, help="words of a request's prompt")
     add("--tokens", type=int, default=8, help="tokens of a request's answer")
     add("--lines", type=int, default=10_000, help="lines of the batch")
-    add("--decoder", default="", help="URL of a decoder's metrics: its own mean first token, too")
+    add("--decoder", default="", help="URL of metrics with the decoder's: its mean first token")
     options = parser.parse_args()
     target = Target.from_url(options.url, "")
     model = model_name(target)
