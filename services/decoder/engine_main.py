@@ -85,7 +85,7 @@ def run(
     """
     reported_at = 0.0
     links: dict[int, EngineChannel[Any]] = {}
-    engine.drafts.has_messages = channel.has_messages
+    engine.drafts.inbox = channel
     while True:
         if engine.waits:
             messages = channel.receive(0.0, awake_s=_MASK_POLL_S)

@@ -9,13 +9,21 @@ A message that has arrived by then may be a request. A step that was launched wi
 delay its first token by the whole step, so the host reads the drafts and the message first.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 from services.common.clock import Clock
 from services.decoder.engine.runner import PendingStep
 from services.decoder.engine.schedule.batch import Batch
 from services.decoder.engine.schedule.scheduler import Scheduler
 from services.decoder.engine.step_times import StepTimes
+
+
+class Inbox(Protocol):
+    """Where the messages to the engine arrive."""
+
+    def has_messages(self) -> bool:
+        """Returns whether a message has arrived that has not been read."""
+        ...
 
 
 class DraftReader:
@@ -28,8 +36,8 @@ class DraftReader:
         ahead: True if steps may be launched before the drafts of the step before are read.
 
     Attributes:
-        has_messages: returns whether a message to the engine has arrived that it has not read. Set
-            by the engine's owner, and False until then.
+        inbox: where the messages to the engine arrive. Set by the engine's owner. None if nothing
+            arrives while a step runs.
     """
 
     def __init__(
@@ -42,7 +50,7 @@ class DraftReader:
     ) -> None:
         self._scheduler, self._times, self._clock = scheduler, times, clock
         self._ahead = ahead
-        self.has_messages: Callable[[], bool] = bool
+        self.inbox: Inbox | None = None
         # A batch that was launched before the host knew its drafts, and the step that made them.
         self._unread: tuple[Batch, PendingStep] | None = None
 
@@ -97,6 +105,6 @@ class DraftReader:
         scheduler = self._scheduler
         if not batch.num_head_drafts or scheduler.num_masked or scheduler.prefills.has_work:
             return True
-        if self.has_messages():
+        if self.inbox is not None and self.inbox.has_messages():
             return True
         return any([chunk.sequence.message.sampling.has_penalties for chunk in batch.chunks])

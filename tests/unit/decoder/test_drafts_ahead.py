@@ -50,6 +50,21 @@ class Varied(NamedTuple):
         return message
 
 
+class RandomInbox(NamedTuple):
+    """An inbox in which a message has arrived in a share of the times when the engine asks.
+
+    Attributes:
+        share: the share.
+        draw: source of random numbers.
+    """
+
+    share: float
+    draw: random.Random
+
+    def has_messages(self) -> bool:
+        return self.draw.random() < self.share
+
+
 def harness_of(
     *, right: float = 0.8, share: float = 1.0, seed: int = 0, **options: Any
 ) -> tuple[Harness, LayerRunner]:
@@ -103,8 +118,7 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
         right=right, share=share, seed=seed, plans=plans, max_drafts=max_drafts,
         num_host_blocks=host, **states, **engine,
     )  # fmt: skip
-    draw = random.Random(seed)
-    harness.engine.drafts.has_messages = lambda: draw.random() < messages
+    harness.engine.drafts.inbox = RandomInbox(messages, random.Random(seed))
     varied = [Varied(*pair) for pair in zip(program, extras, strict=False)]
     play(harness, varied, failure)  # type: ignore[arg-type]
 
@@ -144,11 +158,11 @@ def test_a_request_that_arrives_while_a_step_runs_takes_part_in_the_next(
 ) -> None:
     """A step that the host launches without reading its messages would delay the request."""
     harness, runner = started()
-    harness.engine.drafts.has_messages = lambda: has_messages
+    harness.engine.drafts.inbox = RandomInbox(float(has_messages), random.Random(0))
     num_steps = len(runner.batches)
     harness.step()  # reads the step that runs
     harness.add(add_message(7, prompt_of(7, 9), max_tokens=40))
-    harness.engine.drafts.has_messages = bool
+    harness.engine.drafts.inbox = None
     while 7 not in {number for number, _, _ in runner.batches[-1]}:
         harness.step()
     # With the request in it, the step verifies no drafts of the others.
