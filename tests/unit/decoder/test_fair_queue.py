@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from services.common.pb import decoder_pb2 as pb
+from services.decoder.engine.schedule.chunk import Chunk
 from services.decoder.engine.schedule.scheduler import Scheduler
 from services.decoder.engine.schedule.sequence import Sequence
 from services.decoder.front.submission import read_submit
@@ -29,6 +30,7 @@ class Search:
         self.done: dict[int, int] = {}  # step of the end of each sequence, by its number
         self.tokens = Counter[str]()  # computed tokens by request
         self.number = 0
+        self.chunks: list[Chunk] = []  # of the last step
 
     def ask(self, request: str, *lengths: int, priority: int = 0, tenant: str = "") -> list[int]:
         """Adds the prompts of a request, and returns their numbers."""
@@ -46,6 +48,7 @@ class Search:
     def step(self) -> int:
         """Runs a step whose results come back at once, and returns its number of tokens."""
         batch = self.scheduler.schedule()
+        self.chunks = batch.chunks
         self.steps += 1
         for chunk in batch.chunks:
             sequence = chunk.sequence
@@ -120,6 +123,23 @@ def test_a_long_request_delays_no_query_and_gets_an_even_share(length: int) -> N
     # Nine requests and some queries share the device until the share of the long one is due. Then
     # it has half of each step.
     assert search.steps <= (10 + 2) * tokens / BUDGET
+
+
+def test_an_overdue_prompt_has_one_chunk_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chunk ends before the prompt does if recurrent states are saved there."""
+    search = Search()
+    states = search.scheduler.blocks.states
+    monkeypatch.setattr(
+        states, "plan", lambda _, start, end, admitted: (end - (end - start) // 2, ())
+    )
+    search.ask("long", *[200] * 40)
+    found, num_overdue = Counter[int](), 0
+    for step in range(60):
+        search.ask(f"short {step}", 100, 100, 100, 100)
+        num_overdue += search.scheduler.prefills.waiting.has_overdue
+        search.step()
+        found.update(Counter(c.sequence.sequence_id for c in search.chunks).values())
+    assert num_overdue > 10 and set(found) == {1}
 
 
 def test_requests_that_were_aborted_do_not_count() -> None:

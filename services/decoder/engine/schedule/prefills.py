@@ -144,7 +144,8 @@ class Prefills:
         while True:
             while not budget.is_spent and (sequence := next(prompts, None)) is not None:
                 start = sequence.num_computed_tokens
-                if sequence is long:
+                # An overdue prompt may have a chunk already, which ends before its prompt does.
+                if sequence is long or sequence.last_prefill_step == step:
                     continue
                 if long is None and budget.exceeds_step(self._chunk_end(sequence, start) - start):
                     long = sequence
@@ -174,7 +175,10 @@ class Prefills:
                 break
             chunks += self._advance(sequence, budget)
         self.waiting.prefers_overdue = False
-        (budget.release_half if long is None else budget.reserve_half)()
+        if long is None:
+            budget.release_half()
+        else:
+            budget.reserve_half()  # of what is left, for the prompts after it
         return long
 
     def try_park(self, sequence: Sequence, prefix: list[int]) -> bool:
