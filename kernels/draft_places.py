@@ -99,9 +99,7 @@ def draft_places(
     places = torch.arange(count, device=groups.device)[:, None]
     index, capacity = groups[OfDraftGroup.INDEX] + accepted + places, groups[OfDraftGroup.CAPACITY]
     lengths = torch.minimum(index + 1, capacity).clamp(min=1).int()
-    block = blocks[rows, (index // block_size).clamp(0, blocks.shape[1] - 1)].long()
-    is_stored = (index >= 0) & (index < capacity)
-    slots = (block * block_size + index % block_size).where(is_stored, -1)
+    slots = _slots(blocks, rows, index, block_size).where(index < capacity, -1)
     positions = (kept.positions[at].T + places[:, None]).int()
     firsts = (rows * blocks.shape[1]).int()
     return DraftPlaces(kept.hidden[at], ids, positions, slots, lengths, firsts)
@@ -121,10 +119,8 @@ def draft_sources(
     is_kept, at, source = source < 0, (-1 - source).clamp(min=0), source.clamp(min=0)
     before = torch.where(is_kept[:, None], kept.hidden[at], hidden[source])
     places = torch.where(is_kept, kept.positions[at].T, positions[:, source]).contiguous()
-    index = tokens[OfDraftToken.INDEX].long()
-    block = (index // block_size).clamp(0, blocks.shape[1] - 1)
-    slots = blocks[rows.clamp(min=0), block].long() * block_size + index % block_size
-    return before, places, slots.where(index >= 0, -1)
+    slots = _slots(blocks, rows.clamp(min=0), tokens[OfDraftToken.INDEX].long(), block_size)
+    return before, places, slots
 
 
 def keep_hidden(chunks: Tensor, hidden: Tensor, positions: Tensor, kept: KeptHidden) -> None:
@@ -132,3 +128,9 @@ def keep_hidden(chunks: Tensor, hidden: Tensor, positions: Tensor, kept: KeptHid
     last, target = chunks[OfDraftChunk.LAST], chunks[OfDraftChunk.KEPT].long()
     kept.hidden.index_copy_(0, target, hidden[last])
     kept.positions.index_copy_(0, target, positions[:, last].T)
+
+
+def _slots(blocks: Tensor, rows: Tensor, index: Tensor, block_size: int) -> Tensor:
+    """Returns the places int64 in the KV cache of tokens of rows; -1 for an index below 0."""
+    block = blocks[rows, (index // block_size).clamp(0, blocks.shape[1] - 1)].long()
+    return (block * block_size + index % block_size).where(index >= 0, -1)

@@ -31,7 +31,7 @@ from torch import Tensor
 from kernels.adapters.factors import AdapterRows, Norm, SlotFactors, padded_rank
 from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.add_norm import rms_norm
-from kernels.gemm.changes import LEAST_RANK
+from kernels.gemm.changes import LEAST_RANK, MODULES
 from kernels.gemm.factor_columns import load_factors, used_columns
 from kernels.gemm.gemv import normed
 from kernels.gemm.module_tiles import part_of_module, rows_of_tile
@@ -52,7 +52,6 @@ _MOST_RANK = 64  # largest rank of that kernel, which keeps the products in regi
 # Registers of a thread of that kernel, and of its variant with SwiGLU, up to the rank: five CTAs of
 # four warps share an SM, or four, which is a wave less for a prompt of 1,088 tokens.
 _FEW_REGISTERS, _SWIGLU_REGISTERS, _REGISTERS_RANK = 96, 128, 16
-_MODULES = 4  # modules of a layer at most
 # Slots whose factors are loaded at a time where a tile of tokens has several, as decodes have.
 _SLOT_STAGES = tl.constexpr(6)
 
@@ -142,7 +141,7 @@ def _expand(
     is_swiglu: bool,
 ) -> None:
     splits, num_tokens, modules, rank = products.shape
-    assert modules <= _MODULES, f"{modules} modules"
+    assert modules <= MODULES, f"{modules} modules"
     tokens = _tile_of_tokens(num_tokens)
     is_few = num_tokens <= _FEW_TOKENS
     if not is_few and rank <= _MOST_RANK and factors.factor is None and base.dim() == 2:
@@ -154,8 +153,8 @@ def _expand(
         if is_few:  # several CTAs fit an SM, whose registers would hold one with 64 tokens
             tokens = LEAST_RANK
     is_scaled = factors.factor is not None
-    sizes = (*factors.sizes, *[0] * (_MODULES - modules))
-    tiles = sum(triton.cdiv(size, tile) for size in sizes[: 1 if is_swiglu else _MODULES])
+    sizes = (*factors.sizes, *[0] * (MODULES - modules))
+    tiles = sum(triton.cdiv(size, tile) for size in sizes[: 1 if is_swiglu else MODULES])
     # The range of a step's slots is no constant: a step must not wait for a compilation.
     width = rows.count * rank
     most = _MANY_CHUNK if not is_few else _CHUNK if tokens < _FEW_TOKENS else _CHUNK // 2
@@ -202,10 +201,10 @@ def _expand_many(
     is_swiglu: bool,
 ) -> None:
     splits, num_tokens, modules, rank = products.shape
-    sizes = (*factors.sizes, *[0] * (_MODULES - modules))
+    sizes = (*factors.sizes, *[0] * (MODULES - modules))
     num_tiles = 2  # a CTA reads the products once for all of its tiles
     parts = sum(
-        triton.cdiv(size, _MANY_ROWS * num_tiles) for size in sizes[: 1 if is_swiglu else _MODULES]
+        triton.cdiv(size, _MANY_ROWS * num_tiles) for size in sizes[: 1 if is_swiglu else MODULES]
     )
     options = {}
     if rank <= _REGISTERS_RANK:

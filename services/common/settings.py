@@ -45,13 +45,9 @@ def omp_num_threads() -> int:
     return int(value) if value.isdecimal() else 0
 
 
-def set_omp_wait_policy(policy: str) -> None:
-    """Sets OpenMP's standard variable for what waiting threads do, unless it is set already.
-
-    Args:
-        policy: `passive` for threads that block, or `active` for threads that spin.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", policy)
+def let_omp_threads_block() -> None:
+    """Sets OpenMP's standard variable so that waiting threads block, unless it is set already."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def split_list(value: str) -> tuple[str, ...]:

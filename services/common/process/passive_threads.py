@@ -11,9 +11,9 @@ Models that run on the CPU divide many operations of microseconds, which spinnin
 
 from pathlib import Path
 
-from services.common.settings import set_omp_wait_policy
+from services.common.settings import let_omp_threads_block
 
 _DRIVER = Path("/dev/nvidiactl")
 
 if _DRIVER.exists():
-    set_omp_wait_policy("passive")
+    let_omp_threads_block()

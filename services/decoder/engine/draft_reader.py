@@ -19,7 +19,7 @@ from services.decoder.engine.step_times import StepTimes
 
 
 class Inbox(Protocol):
-    """Where the messages to the engine arrive."""
+    """Queue of the messages to the engine."""
 
     def has_messages(self) -> bool:
         """Returns whether a message has arrived that has not been read."""
@@ -36,7 +36,7 @@ class DraftReader:
         ahead: True if steps may be launched before the drafts of the step before are read.
 
     Attributes:
-        inbox: where the messages to the engine arrive. Set by the engine's owner. None if nothing
+        inbox: queue of the messages to the engine. Set by the engine's owner. None if no message
             arrives while a step runs.
     """
 

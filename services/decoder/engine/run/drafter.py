@@ -86,7 +86,7 @@ class Drafter:
 
         # By row and number of the drafts behind the row's last token that were accepted, flattened.
         kept = (num_rows + 1) * (1 + info.max_drafts)
-        self._hidden, self._positions = zeros(kept, info.hidden, dtype=kind), zeros(kept, 3)
+        self._kept = KeptHidden(zeros(kept, info.hidden, dtype=kind), zeros(kept, 3))
         self._saved = zeros(info.num_checkpoints, info.hidden, dtype=kind)
         self._saved_positions = zeros(info.num_checkpoints, 3)
         # Of the last step with chunks, if it could save checkpoints.
@@ -107,8 +107,8 @@ class Drafter:
         for started in step.row_starts:
             first, checkpoint = started.row * (1 + self._max_drafts), started.checkpoint
             if checkpoint >= 0:
-                self._hidden[first] = self._saved[checkpoint]
-                self._positions[first] = self._saved_positions[checkpoint]
+                self._kept.hidden[first] = self._saved[checkpoint]
+                self._kept.positions[first] = self._saved_positions[checkpoint]
 
     def lay_out(self, step: StepInputs) -> DraftArrays:
         """Lays out the arrays that the layer needs of a step, with groups padded for a graph."""
@@ -142,7 +142,7 @@ class Drafter:
             hidden: `[T, hidden]`, hidden states of the step's tokens after the final norm.
             visual: embeddings of the image tokens. None if the step has no images.
         """
-        ops, kept = self._model.ops, KeptHidden(self._hidden, self._positions)
+        ops, kept = self._model.ops, self._kept
         hidden, placed = hidden.contiguous(), entered.positions
         before, positions, slots = ops.draft_sources(
             entry.tokens, entry.rows, hidden, placed, kept, self._blocks, self._block_size
@@ -211,9 +211,9 @@ class Drafter:
 
     def draft_groups(self, size: int) -> Tensor:
         """Drafts tokens `[size, num_drafts]` int32 behind the accepted ones of so many groups."""
-        count, kept = self.num_drafts, KeptHidden(self._hidden, self._positions)
+        count = self.num_drafts
         found = self._model.ops.draft_places(
-            self.groups(size), self._sampled, kept, self._blocks, count, self._block_size
+            self.groups(size), self._sampled, self._kept, self._blocks, count, self._block_size
         )
         hidden, ids, slots = found.hidden, found.ids, found.slots
         contexts = [
@@ -244,7 +244,7 @@ class Drafter:
         """Returns the context of tokens. Nothing attends if `metadata` is None."""
         ops: Ops = self._model.ops
         rope, kv_rows = ops.rope_and_rows(
-            positions, slots, self._model.rope, self._hidden.dtype, self._block_size
+            positions, slots, self._model.rope, self._kept.hidden.dtype, self._block_size
         )
         if metadata is None:
             none = np.zeros(0, np.int32)
