@@ -238,7 +238,8 @@ def measure_tower(bench: Bench, side: int, batch: int, repeats: int) -> None:
         packed = ops.pack_patches(
             pixels, grids, tower.patch_size, tower.spatial_merge_size, bench.dtype
         )
-        list(bench.model.features(packed, bench.model.layout(grids)))
+        embedded = bench.model.patch_embed(packed)
+        list(bench.model.features(embedded, bench.model.layout(grids)))
 
     taken, host = timed(bench, eager, repeats)
     replayed = None

@@ -102,7 +102,7 @@ def hugging_face(model: VisionTower, patches: Tensor, grids: list[Grid]) -> Tens
                     intermediate_size=c.intermediate_size, out_hidden_size=c.out_hidden_size,
                     num_position_embeddings=c.num_position_embeddings, patch_size=c.patch_size,
                     deepstack_visual_indexes=list(c.deepstack_indexes),
-                    attn_implementation="sdpa",
+                    attn_implementation="sdpa",  # type: ignore[call-arg]
                 )
             ).eval()  # fmt: skip
     finally:
@@ -149,6 +149,22 @@ def images(grids: list[Grid], hidden: int = 2048) -> list[Job]:
     return found
 
 
+def pixels_of(image: Job) -> Tensor:
+    assert image.pixels is not None
+    return image.pixels
+
+
+def offset_of(image: Job) -> int:
+    assert image.arena_offset is not None
+    return image.arena_offset
+
+
+def pair_of(still: Job) -> Job:
+    """A pair of frames: the image and its mirror image."""
+    pixels = torch.stack([pixels_of(still), pixels_of(still).flip(0)])
+    return replace(still, unit=Unit(still.unit.grid, (0, 1)), pixels=pixels)
+
+
 @dataclass
 class Running:
     runner: Runner
@@ -175,7 +191,7 @@ def test_the_runner_writes_what_the_model_says(running: Running) -> None:
         launched = runner.launch(batch)
         assert runner.finish(launched) == [True] * len(batch)
         grids = [image.unit.grid for image in launched.images]
-        pixels = torch.cat([image.pixels.reshape(-1) for image in launched.images]).to(CUDA)
+        pixels = torch.cat([pixels_of(image).reshape(-1) for image in launched.images]).to(CUDA)
         with torch.inference_mode():
             expected = model(
                 model.ops.pack_patches(pixels, grids, 16, 2, torch.bfloat16), model.layout(grids)
@@ -184,7 +200,7 @@ def test_the_runner_writes_what_the_model_says(running: Running) -> None:
         for image in launched.images:
             tokens = image.unit.num_patches // 4
             stored = torch.frombuffer(
-                arena, dtype=torch.bfloat16, count=4 * tokens * 2048, offset=image.arena_offset
+                arena, dtype=torch.bfloat16, count=4 * tokens * 2048, offset=offset_of(image)
             )
             assert torch.equal(stored.view(4, tokens, 2048), expected[:, start : start + tokens]), (
                 image.unit.grid
@@ -196,7 +212,7 @@ def stored(running: Running, image: Job) -> Tensor:
     tokens = image.unit.num_patches // 4
     hidden = running.model.spec.out_hidden_size
     found = torch.frombuffer(
-        running.arena, dtype=torch.bfloat16, count=4 * tokens * hidden, offset=image.arena_offset
+        running.arena, dtype=torch.bfloat16, count=4 * tokens * hidden, offset=offset_of(image)
     )
     return found.view(4, tokens, hidden).float()
 
@@ -206,8 +222,9 @@ def replays(runner: Runner, batch: list[Job]) -> bool:
     return graphs is not None and graphs.fits([image.unit.grid for image in batch])
 
 
+@pytest.mark.parametrize("are_pairs", [False, True], ids=["stills", "pairs"])
 @pytest.mark.parametrize("running", [TWO_B, EIGHT_B], ids=["2B", "8B"], indirect=True)
-def test_a_replay_is_as_exact_as_the_eager_forward(running: Running) -> None:
+def test_a_replay_is_as_exact_as_the_eager_forward(running: Running, are_pairs: bool) -> None:
     runner, arena, spec = running.runner, running.arena, running.model.spec
     exact = build(spec, torch.float32)
     batches: list[list[Grid]] = [
@@ -221,14 +238,17 @@ def test_a_replay_is_as_exact_as_the_eager_forward(running: Running) -> None:
         for number, grids in enumerate(batches):
             batch = images(grids, spec.out_hidden_size)
             for image in batch:  # other pixels each time
-                image.pixels = image.pixels.roll(97 * turn)
+                image.pixels = pixels_of(image).roll(97 * turn)
+            if are_pairs:
+                batch = [pair_of(image) for image in batch]
             assert replays(runner, batch) == (turn > 0)
             arena[: 64 << 20] = bytes(64 << 20)
             launched = runner.launch(batch)
             assert runner.finish(launched) == [True] * len(batch)
             order = [image.unit.grid for image in launched.images]
-            pixels = torch.cat([image.pixels.reshape(-1) for image in launched.images]).to(CUDA)
-            patches = exact.ops.pack_patches(pixels, order, 16, 2, torch.float32)
+            pixels = torch.cat([pixels_of(image).reshape(-1) for image in launched.images]).to(CUDA)
+            pack = exact.ops.pack_pairs if are_pairs else exact.ops.pack_patches
+            patches = pack(pixels, order, 16, 2, torch.float32)
             truth = run(exact, patches, order)
             found = torch.cat([stored(running, image) for image in launched.images], dim=1)
             error = distance(found.to(CUDA), truth)
@@ -246,7 +266,7 @@ def test_a_feature_is_there_when_it_is_said_to_be(running: Running) -> None:
     for turn in range(4):
         if turn == 2:  # replays from here on
             runner.warm_up(4096)
-        place.pixels = place.pixels.roll(61)
+        place.pixels = pixels_of(place).roll(61)
         running.arena[: 16 << 20] = b"\xff" * (16 << 20)  # not a number
         launched, seen = runner.launch([place]), {}
         for feature in runner.wait(launched):
@@ -362,17 +382,17 @@ def test_pairs_of_frames(running: Running) -> None:
     for second in (lambda pixels: pixels, lambda pixels: pixels.flip(0)):
         pairs = []
         for still in stills:
-            pixels = torch.stack([still.pixels, second(still.pixels)])
+            pixels = torch.stack([pixels_of(still), second(pixels_of(still))])
             pairs.append(replace(still, unit=Unit(still.unit.grid, (0, 1)), pixels=pixels))
         assert runner.finish(runner.launch(pairs)) == [True] * len(pairs)
         for pair, of_still in zip(pairs, of_stills, strict=True):
-            grid, pixels = pair.unit.grid, pair.pixels.reshape(-1).to(CUDA)
+            grid, pixels = pair.unit.grid, pixels_of(pair).reshape(-1).to(CUDA)
             with torch.inference_mode():
                 patches = model.ops.pack_pairs(pixels, [grid], 16, 2, torch.bfloat16)
                 alone = model(patches, model.layout([grid])).cpu().float()
             found, scale = stored(running, pair), alone.abs().amax()
             assert (found - alone).abs().mean() < 0.02 * scale, grid
-            if torch.equal(pair.pixels[0], pair.pixels[1]):
+            if torch.equal(*pixels_of(pair)):
                 assert (found - of_still).abs().mean() < 0.02 * scale, grid
             else:
                 assert not torch.equal(found, of_still)

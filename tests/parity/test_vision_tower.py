@@ -282,7 +282,8 @@ def test_gemms_that_add_the_residual_agree(
 def test_features_come_as_their_blocks_are_done(small: Pair) -> None:
     grids: list[Grid] = [(1, 4, 4)]
     with torch.inference_mode():
-        features = small.ours.features(small.patches(grids), small.ours.layout(grids))
+        embedded = small.ours.patch_embed(small.patches(grids))
+        features = small.ours.features(embedded, small.ours.layout(grids))
         assert [feature for feature, _ in features] == [1, 2, 0]
 
 

@@ -6,8 +6,9 @@ copied to the host while later blocks run. A graph runs batches of any mixture o
 batch is padded to the next captured number of patches, and no image attends to the padding. A batch
 that is larger than the largest graph runs without a graph.
 
-All graphs read the same input and the same static layout, write the same output, and share one
-memory pool. Therefore only one runs at a time, in the order of one stream. The runner captures the
+All graphs read the same embedded patches and the same static layout, write the same output, and
+share one memory pool. The patch embedding runs before the graphs, so that still images and pairs of
+frames, whose patches differ in size, have the same graphs. Therefore only one runs at a time, in the order of one stream. The runner captures the
 graphs at start and replays them. A size whose capture fails runs without a graph.
 """
 
@@ -67,8 +68,8 @@ class TowerGraphs:
         self._layout = model.static_layout(MAX_CAPTURED_PATCHES, _MAX_SEGMENTS)
         self._dtype = dtype
         spec = model.spec
-        self._patches = torch.zeros(
-            MAX_CAPTURED_PATCHES, spec.in_channels * spec.patch_size**2, dtype=dtype, device=device
+        self._embedded = torch.zeros(
+            MAX_CAPTURED_PATCHES, spec.hidden_size, dtype=dtype, device=device
         )
         max_tokens = MAX_CAPTURED_PATCHES // spec.spatial_merge_size**2
         self._output = torch.empty(
@@ -109,12 +110,16 @@ class TowerGraphs:
         """Returns whether there is a graph for a batch."""
         return self._size(grids) is not None and len(grids) <= _MAX_SEGMENTS
 
-    def replay(self, pixels: Tensor, grids: Sequence[Grid]) -> Iterator[tuple[int, Tensor]]:
+    def replay(
+        self, pixels: Tensor, grids: Sequence[Grid], *, are_pairs: bool = False
+    ) -> Iterator[tuple[int, Tensor]]:
         """Enqueues a batch for which `fits` is true, one part after another.
 
         Args:
-            pixels: flat pixels of the images, as for `Ops.pack_patches`.
+            pixels: flat pixels of the images, as for `Ops.pack_patches`, or of the pairs of frames,
+                as for `Ops.pack_pairs`.
             grids: sizes of the images in patches.
+            are_pairs: True if the images are pairs of frames.
 
         Yields:
             Number of the feature that a part ends with, and its rows in new memory.
@@ -123,8 +128,9 @@ class TowerGraphs:
         assert size is not None
         spec, ops = self._model.spec, self._model.ops
         merge, num_patches = spec.spatial_merge_size, _num_patches(grids)
-        patches = self._patches[:num_patches]
-        ops.pack_patches(pixels, grids, spec.patch_size, merge, self._dtype, out=patches)
+        pack = ops.pack_pairs if are_pairs else ops.pack_patches
+        patches = pack(pixels, grids, spec.patch_size, merge, self._dtype)
+        self._embedded[:num_patches] = self._model.patch_embed(patches)
         self._layout.set(grids)
         captured = self._captured[size]
         captured.calls.num_replays += 1
@@ -139,9 +145,10 @@ class TowerGraphs:
     def _capture(self, size: int) -> Captured:
         merge, table = self._model.spec.spatial_merge_size, self._model.ops.table
         self._layout.set([(1, merge, size // merge)])
-        layout, patches = self._layout.rows(size), self._patches[:size]
+        layout, embedded = self._layout.rows(size), self._embedded[:size]
         with table.for_graph():
-            for _ in self._model.features(patches, layout):  # lets libraries choose their kernels
+            # The first run lets libraries choose their kernels.
+            for _ in self._model.features(embedded.clone(), layout):
                 pass
         parts: Parts = []
         features: Iterator[tuple[int, Tensor]] | None = None
@@ -149,8 +156,10 @@ class TowerGraphs:
             for _ in range(self._model.spec.num_features):
                 with launches.captured_graph(self._pool) as graph:
                     # The generator's frame refers to the tensors that one part passes to the next,
-                    # until the last part is captured.
-                    features = features or self._model.features(patches, layout)
+                    # until the last part is captured. The copy of the input is captured, too,
+                    # because the tower may overwrite its input: the rows behind a batch would
+                    # otherwise grow from replay to replay.
+                    features = features or self._model.features(embedded.clone(), layout)
                     feature, rows = next(features)
                     self._output[feature, : len(rows)] = rows
                 parts.append((graph, feature))

@@ -202,7 +202,10 @@ class Runner:
                 self._graphs = TowerGraphs(self._model, self._dtype, self._device)
                 self._graphs.capture(buckets())
                 fits = self._graphs.fits
-                self._run_each([batch for batch in batches if fits([i.unit.grid for i in batch])])
+                replayed = [batch for batch in batches if fits([i.unit.grid for i in batch])]
+                self._run_each(replayed)
+                if takes_videos:
+                    self._run_each([[_as_pair(image) for image in batch] for batch in replayed])
             if self._shares_device and batches:  # measures the largest batch, now without loading
                 start = time.monotonic()
                 self._run_each(batches[-1:])
@@ -220,9 +223,9 @@ class Runner:
         pixels = self._upload(images)
         are_pairs = images[0].unit.frames is not None
         tower = self._towers[images[0].tower]
-        has_graphs = tower is self._model and not are_pairs
-        if has_graphs and self._graphs is not None and self._graphs.fits(grids):
-            features = self._graphs.replay(pixels, grids)
+        graphs = self._graphs if tower is self._model else None
+        if graphs is not None and graphs.fits(grids):
+            features = graphs.replay(pixels, grids, are_pairs=are_pairs)
         else:
             features = self._forward(tower, pixels, grids, are_pairs=are_pairs)
         tokens = self._num_tokens(images)
@@ -256,7 +259,7 @@ class Runner:
         spec, ops = tower.spec, tower.ops
         pack = ops.pack_pairs if are_pairs else ops.pack_patches
         patches = pack(pixels, grids, spec.patch_size, spec.spatial_merge_size, self._dtype)
-        return tower.features(patches, tower.layout(grids))
+        return tower.features(tower.patch_embed(patches), tower.layout(grids))
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -78,9 +78,9 @@ class VisionTower(nn.Module):
         """Creates the layout that CUDA graphs read, see `qwen3_vl`."""
         return StaticLayout(self._positions, max_patches, max_segments)
 
-    def features(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
+    def features(self, embedded: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
         """Runs the tower, and yields 0 and the feature, see `qwen3_vl`."""
-        added: Tensor | None = self.patch_embed(patches)  # [N, hidden]
+        added: Tensor | None = embedded
         hidden = layout.positions.embeddings  # [N, hidden]
         for block in cast("Iterable[Block]", self.layers):
             normed, hidden = add_norm(added, hidden, block.layer_norm1, self.ops)
@@ -90,7 +90,8 @@ class VisionTower(nn.Module):
 
     def forward(self, patches: Tensor, layout: VisionLayout) -> Tensor:
         """Returns the feature as `[1, num_tokens, out_hidden]`."""
-        return torch.stack([rows for _, rows in self.features(patches, layout)])
+        features = self.features(self.patch_embed(patches), layout)
+        return torch.stack([rows for _, rows in features])
 
 
 class Block(nn.Module):

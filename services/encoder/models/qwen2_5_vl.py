@@ -64,10 +64,9 @@ class VisionTower(nn.Module):
         side = self.spec.window_tokens
         return StaticWindowLayout(self._positions, max_patches, max_segments, side)
 
-    def features(self, patches: Tensor, layout: WindowLayout) -> Iterator[tuple[int, Tensor]]:
+    def features(self, embedded: Tensor, layout: WindowLayout) -> Iterator[tuple[int, Tensor]]:
         """Runs the tower, and yields 0 and the feature, see `qwen3_vl`."""
         added: Tensor | None = None
-        embedded = self.patch_embed(patches)  # [N, hidden]
         hidden = reorder(embedded, layout.order, self.spec.spatial_merge_size)
         for index, block in enumerate(cast("Iterable[Block]", self.blocks)):
             is_full = index in self.spec.full_attention_blocks
@@ -78,7 +77,8 @@ class VisionTower(nn.Module):
 
     def forward(self, patches: Tensor, layout: WindowLayout) -> Tensor:
         """Returns the feature as `[1, num_tokens, out_hidden]`."""
-        return torch.stack([rows for _, rows in self.features(patches, layout)])
+        features = self.features(self.patch_embed(patches), layout)
+        return torch.stack([rows for _, rows in features])
 
 
 def add_norm(x: Tensor | None, residual: Tensor, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:

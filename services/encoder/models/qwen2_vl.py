@@ -58,10 +58,10 @@ class VisionTower(nn.Module):
         """Creates the layout that CUDA graphs read, see `qwen3_vl`."""
         return StaticLayout(self._positions, max_patches, max_segments)
 
-    def features(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
+    def features(self, embedded: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
         """Runs the tower, and yields 0 and the feature, see `qwen3_vl`."""
         added: Tensor | None = None
-        hidden = self.patch_embed(patches)  # [N, hidden]
+        hidden = embedded
         for block in cast("Iterable[Block]", self.blocks):
             normed, hidden = add_norm(added, hidden, block.norm1, self.ops)
             added, hidden = block(normed, hidden, layout)
@@ -70,7 +70,8 @@ class VisionTower(nn.Module):
 
     def forward(self, patches: Tensor, layout: VisionLayout) -> Tensor:
         """Returns the feature as `[1, num_tokens, out_hidden]`."""
-        return torch.stack([rows for _, rows in self.features(patches, layout)])
+        features = self.features(self.patch_embed(patches), layout)
+        return torch.stack([rows for _, rows in features])
 
 
 def tower_weights(spec: TowerSpec, prefix: str) -> WeightMap:

@@ -9,7 +9,8 @@ the outputs of a few inner blocks give the DeepStack features 1, 2, ….
 Values are rounded to the tower's data type at the same places as in transformers 5.17, except in
 the patch embedding (`patch_embed`).
 `engine_main` creates the tower on the `meta` device and loads its weights. The runner calls
-`features`. `Ops` chooses the kernels, so this file has no code for a particular device.
+`patch_embed` and `features`. `Ops` chooses the kernels, so this file has no code for a particular
+device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,15 +100,14 @@ class VisionTower(nn.Module):
         """
         return StaticLayout(self._positions, max_patches, max_segments)
 
-    def features(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
-        """Runs the tower. Yields each feature as soon as its block is computed or, on CUDA, as soon
-        as the kernels of the block are launched. The caller can copy it while later blocks run.
+    def features(self, embedded: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
+        """Runs the blocks and the mergers. Yields each feature as soon as its block is computed or,
+        on CUDA, as soon as the kernels of the block are launched. The caller can copy it while
+        later blocks run.
 
         Args:
-            patches: pixels of the patches, scaled to [-1, 1], one row per patch. The merge² patches
-                of an image token are neighbouring rows. A row has
-                `channels * temporal * patch * patch` values. For still images, whose pixels are the
-                same at each time, it may have `channels * patch * patch` values instead.
+            embedded: embedded patches `[N, hidden]`, the result of `patch_embed`. They may be
+                overwritten.
             layout: result of the method `layout` for the same batch.
 
         Yields:
@@ -119,7 +119,7 @@ class VisionTower(nn.Module):
         # block's first norm. Therefore `hidden`, after `add_norm`, is the output of block
         # `index - 1`. A DeepStack feature may have to be made from it.
         feature_blocks = self.spec.deepstack_indexes
-        added: Tensor | None = self.patch_embed(patches)  # [N, hidden]
+        added: Tensor | None = embedded
         hidden = layout.positions.embeddings  # [N, hidden]
         for index, block in enumerate(cast("Iterable[Block]", self.blocks)):
             normed, hidden = add_norm(added, hidden, block.norm1, self.ops)
@@ -137,8 +137,16 @@ class VisionTower(nn.Module):
         return position + 1, self.deepstack_merger_list[position](hidden)
 
     def forward(self, patches: Tensor, layout: VisionLayout) -> Tensor:
-        """Returns all features as one tensor, `[features, num_tokens, out_hidden]`."""
-        features = dict(self.features(patches, layout))
+        """Returns all features as one tensor, `[features, num_tokens, out_hidden]`.
+
+        Args:
+            patches: pixels of the patches, scaled to [-1, 1], one row per patch. The merge² patches
+                of an image token are neighbouring rows. A row has
+                `channels * temporal * patch * patch` values. For still images, whose pixels are the
+                same at each time, it may have `channels * patch * patch` values instead.
+            layout: result of the method `layout` for the same batch.
+        """
+        features = dict(self.features(self.patch_embed(patches), layout))
         return torch.stack([features[feature] for feature in range(len(features))])
 
 

@@ -37,7 +37,6 @@ class Ops:
         patch_size: int,
         merge_size: int,
         dtype: torch.dtype,
-        out: Tensor | None = None,
     ) -> Tensor:
         """Divides still images into patches and scales their values to [-1, 1]. The patches have no
         time axis.
@@ -50,15 +49,13 @@ class Ops:
             merge_size: patches per side of an image token.
             dtype: data type of the result. The values are computed in float32, as by the reference
                 image processor, and rounded once.
-            out: memory for the result. Allocated if None.
 
         Returns:
             `[N, channels * patch²]`, with rows in merge-block order, and columns by channel.
         """
         num_patches = sum(height * width for _, height, width in grids)
-        if out is None:
-            size = num_patches, pixels.numel() // num_patches
-            out = torch.empty(size, dtype=dtype, device=pixels.device)
+        size = num_patches, pixels.numel() // num_patches
+        out = torch.empty(size, dtype=dtype, device=pixels.device)
         first_pixel, first_row = 0, 0
         for (_, height, width), equal in groupby(grids):
             count = len(list(equal))

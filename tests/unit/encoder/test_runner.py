@@ -108,10 +108,10 @@ class SpoiledTower(VisionTower):
         self.spoiled = spoiled
 
     def features(
-        self, patches: torch.Tensor, layout: VisionLayout
+        self, embedded: torch.Tensor, layout: VisionLayout
     ) -> Iterator[tuple[int, torch.Tensor]]:
         spoiled, row, column, value = self.spoiled
-        for feature, rows in super().features(patches, layout):
+        for feature, rows in super().features(embedded, layout):
             if feature == spoiled:
                 rows[row, column] = value
             yield feature, rows

@@ -14,8 +14,14 @@ from services.common.families.qwen2_vl import PlainTower
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.geometry import Grid
 from services.common.model_spec import TowerSpec
+from services.common.nn.dispatch import CapturedCalls
 from services.common.nn.dummy_weights import load_dummy
-from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, buckets
+from services.encoder.engine.graphs import (
+    MAX_CAPTURED_PATCHES,
+    Captured,
+    TowerGraphs,
+    buckets,
+)
 from services.encoder.models import create_tower
 from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.models.window_layout import most_windows, windows_of, windows_of_batch
@@ -76,6 +82,45 @@ def test_padding_changes_nothing(name: str) -> None:
         found = model(padded, layout.rows(ROWS))[:, : count // 4]
         assert found.isfinite().all()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class Part:
+    """On the CPU what the graph of one part of the tower does: it reads and writes the buffers."""
+
+    def __init__(self, graphs: TowerGraphs, feature: int) -> None:
+        self.graphs, self.feature = graphs, feature
+
+    def replay(self) -> None:
+        graphs = self.graphs
+        embedded, layout = graphs._embedded[:ROWS].clone(), graphs._layout.rows(ROWS)
+        rows = dict(graphs._model.features(embedded, layout))[self.feature]
+        graphs._output[self.feature, : len(rows)] = rows
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", SPECS)
+def test_the_same_graphs_compute_still_images_and_pairs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    model = make(SPECS[name])
+    graphs = TowerGraphs(model, torch.float32, CPU)
+    parts = [(Part(graphs, feature), feature) for feature in range(model.spec.num_features)]
+    captured = {ROWS: Captured(parts, CapturedCalls())}  # type: ignore[arg-type]
+    monkeypatch.setattr(graphs, "_captured", captured)
+    generator = torch.Generator().manual_seed(0)
+    ops, times = model.ops, model.spec.temporal_patch_size
+    for are_pairs in (False, True, False) if times == 2 else (False,):
+        pack = ops.pack_pairs if are_pairs else ops.pack_patches
+        for grids in BATCHES:
+            assert graphs.fits(grids)
+            size = (1 + are_pairs) * 3 * 16**2 * sum(h * w for _, h, w in grids)
+            pixels = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+            found = dict(graphs.replay(pixels, grids, are_pairs=are_pairs))
+            patches = pack(pixels, grids, 16, 2, torch.float32)
+            assert patches.shape[1] == (1 + are_pairs) * 3 * 16**2
+            for feature, rows in enumerate(model(patches, model.layout(grids))):
+                torch.testing.assert_close(found[feature], rows, rtol=1e-5, atol=1e-6)
 
 
 def test_views_stay_where_they_are(model: VisionTower) -> None:
