@@ -8,7 +8,7 @@ them into patches.
 
 import math
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from services.common.geometry import Geometry, Unit
 from services.common.images.image_header import MAX_SOURCE_PIXELS, read_header
 from services.encoder.decoding.clips.clip_pool import ClipPool
 from services.encoder.decoding.decode_pool import DecodePool
+from services.encoder.decoding.frame_buffers import FrameBuffers
 from services.encoder.decoding.source import Source, Video
 
 _MAX_PINNED_BYTES = 16 << 20
@@ -47,6 +48,7 @@ class Preprocessor:
     frame_resample: str = "bicubic"
     max_source_pixels: int = MAX_SOURCE_PIXELS
     max_copied_bytes: int = 16 << 20
+    _buffers: FrameBuffers = field(default_factory=FrameBuffers)
 
     def prepare(self, source: Source, unit: Unit) -> Tensor:
         """Decodes and resizes a unit that is made of image files.
@@ -112,15 +114,19 @@ class Preprocessor:
             frames = [torch.from_numpy(pixels) for pixels in shared]
             if sum(frame.nbytes for frame in frames) > self.max_copied_bytes:
                 frames = [resize(frame, height, width, self.frame_resample) for frame in frames]
-            return [frame.clone() for frame in frames]
+            return [self._buffers.copy(frame) for frame in frames]
 
     def resize_frames(self, frames: list[Tensor], unit: Unit) -> Tensor:
-        """Resizes the frames that `decode_video` returned for the unit.
+        """Resizes the frames that `decode_video` returned for the unit. Their memory is used for
+        other frames afterwards.
 
         Returns:
             `[2, height, width, 3]` uint8 of the unit's size, contiguous.
         """
-        return self._fill_pair((frame.numpy() for frame in frames), unit)
+        pair = self._fill_pair((frame.numpy() for frame in frames), unit)
+        for frame in frames:
+            self._buffers.release(frame)
+        return pair
 
     def _decoded_images(self, source: Source) -> Generator[np.ndarray]:
         """Decodes the image files of a pair. Each frame is valid until the next is requested."""

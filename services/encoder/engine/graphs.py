@@ -8,8 +8,9 @@ that is larger than the largest graph runs without a graph.
 
 All graphs read the same embedded patches and the same static layout, write the same output, and
 share one memory pool. The patch embedding runs before the graphs, so that still images and pairs of
-frames, whose patches differ in size, have the same graphs. Therefore only one runs at a time, in the order of one stream. The runner captures the
-graphs at start and replays them. A size whose capture fails runs without a graph.
+frames, whose patches differ in size, have the same graphs. Only one graph runs at a time, in the
+order of one stream. The runner captures the graphs at start and replays them. A size whose capture
+fails runs without a graph.
 """
 
 import logging
