@@ -152,6 +152,31 @@ def test_steps_follow_each_other_without_their_drafts(count: int) -> None:
     assert len(runner.batches) < 25
 
 
+@pytest.mark.parametrize("message_at", [None, 5])
+def test_a_lone_sequence_has_no_step_that_waits_for_its_drafts(message_at: int | None) -> None:
+    """From its prompt to its last step. A message makes one step wait, and no other."""
+    harness, runner = harness_of(max_drafts=3, num_blocks=64, max_num_sequences=16)
+    engine, were_ahead = harness.engine, list[bool]()
+    engine.drafts.inbox = RandomInbox(0.0, random.Random(0))
+    look = engine.drafts.look
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        arrived = float(len(were_ahead) == message_at)
+        engine.drafts.inbox = RandomInbox(arrived, random.Random(0))
+        following = look(*arguments, **options)
+        were_ahead.append(following is not None)
+        return following
+
+    engine.drafts.look = noted  # type: ignore[method-assign]
+    harness.add(add_message(0, prompt_of(0, 9), max_tokens=60))
+    harness.run()
+    harness.assert_all_as_alone()
+    steps = len(runner.batches)
+    assert steps < 30
+    # Behind the last step nothing is launched.
+    assert were_ahead == [step not in (message_at, steps - 1) for step in range(steps)]
+
+
 @pytest.mark.parametrize("has_messages", [True, False])
 def test_a_request_that_arrives_while_a_step_runs_takes_part_in_the_next(
     has_messages: bool,
