@@ -143,14 +143,16 @@ class ScriptedRunner:
         compute = step.compute
         if compute.has_drafts and self._runner.info.has_draft_head:
             drafts = np.flatnonzero(compute.rows[1:] == compute.rows[:-1]) + 1
-            compute.draft_sources = np.stack((drafts, 0 * drafts, 0 * drafts), axis=1)
+            compute.draft_sources = np.zeros((len(drafts), 3), np.int64)
+            compute.draft_sources[:, 0] = drafts
+        pending = self._runner.execute(step)  # first, because the device may wait for it
         self._sequences.update({start.row: start.sequence_id for start in compute.row_starts})
         ends = (compute.starts + compute.lengths)[compute.samples].tolist()
         rows = compute.rows[compute.samples].tolist()
         # A step that was planned ahead, or drafts, may go beyond the end of an answer.
         known = (self._known[self._sequences[row]] for row in rows)
         tokens = [each[min(end, len(each) - 1)] for each, end in zip(known, ends, strict=True)]
-        return Scripted(self._runner.execute(step), tokens)
+        return Scripted(pending, tokens)
 
 
 class Text(NamedTuple):
