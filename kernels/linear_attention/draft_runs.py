@@ -7,6 +7,7 @@ the row first *folds* the inputs of the accepted drafts into the state, which is
 the row would have without drafts.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -48,17 +49,19 @@ def run_table(
     Returns:
         The runs `[3, D]` with the fields of `OfRun`, and then padding of zeros.
     """
-    count = len(slots)
+    count, firsts, lengths = len(slots), list[int](), list[int]()
+    following: tuple[int, int] | None = None  # slot and number of tokens that continue a run
+    for index, (slot, seq_len) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
+        if (slot, seq_len) == following:
+            lengths[-1] += 1
+        elif seq_len > 0:
+            firsts.append(index)
+            lengths.append(1)
+        following = (slot, seq_len + 1) if seq_len > 0 else None
     table = np.zeros((OfRun.COUNT, count), np.int32)
-    begins = np.ones(count, np.bool_)
-    begins[1:] = (slots[1:] != slots[:-1]) | (seq_lens[1:] != seq_lens[:-1] + 1)
-    firsts = np.flatnonzero(begins)
-    lengths = np.diff(firsts, append=count)
-    has_tokens = seq_lens[firsts] > 0
-    firsts, lengths = firsts[has_tokens], lengths[has_tokens]
-    table[OfRun.FIRST, : len(firsts)], table[OfRun.LENGTH, : len(firsts)] = firsts, lengths
+    table[: OfRun.FOLDS, : len(firsts)] = firsts, lengths
     for index, number in folds.items():
-        table[OfRun.FOLDS, np.searchsorted(firsts, index)] = number
+        table[OfRun.FOLDS, bisect_left(firsts, index)] = number
     return table
 
 

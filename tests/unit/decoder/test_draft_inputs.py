@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from kernels.rows import OfChunk
-from services.decoder.engine.run.draft_inputs import NO_DRAFT, lay_out, of_chunks, padded
+from services.decoder.engine.run.draft_inputs import (
+    NO_DRAFT,
+    lay_out,
+    of_chunks,
+    of_decodes,
+    of_few_decodes,
+    padded,
+)
 from services.decoder.engine.run.graphs import pad_decodes, pad_mixed
 from services.decoder.engine.run.step_inputs import DraftArrays, StepInputs
 from services.decoder.engine.run.step_inputs import lay_out as step_of
@@ -65,10 +72,12 @@ def test_steps_of_decodes_are_laid_out_as_any_step(seed: int) -> None:
         parts += [(row, start + place, 1) for place in range(1 + draw.randint(0, MAX_DRAFTS))]
     for size in (len(parts), len(parts) + 3):
         made = pad_decodes(step(*parts, folds=folds), size, scratch([1] * (2 * ROWS + 8)))
-        found, expected = arrays(made), of_chunks(made, CAPACITIES, MAX_DRAFTS)
-        for name in ("tokens", "chunks", "groups"):
-            ours, theirs = getattr(found, name), getattr(expected, name)
-            assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist(), name
+        expected = of_chunks(made, CAPACITIES, MAX_DRAFTS)
+        for form in (of_decodes, of_few_decodes):
+            found = form(made, CAPACITIES, MAX_DRAFTS)
+            for name in ("tokens", "chunks", "groups"):
+                ours, theirs = getattr(found, name), getattr(expected, name)
+                assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist(), name
 
 
 def test_a_piece_of_one_token_that_samples_nothing_takes_no_samples_place() -> None:

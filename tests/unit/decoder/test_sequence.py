@@ -1,8 +1,11 @@
-"""Sequences and their block hashes."""
+"""Sequences, their block hashes, and the tokens of their chunks."""
+
+from typing import Any
 
 import numpy as np
 
 from services.decoder.engine.messages import ImageSpan
+from services.decoder.engine.schedule.chunk import Chunk, known_tokens
 from services.decoder.engine.schedule.prefix_hash import extend_hashes
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from tests.fake_runner import add_message
@@ -10,7 +13,7 @@ from tests.fake_runner import add_message
 KEY, OTHER = b"a" * 32, b"b" * 32
 
 
-def sequence_of(length: int = 12, **fields: object) -> Sequence:
+def sequence_of(length: int = 12, **fields: Any) -> Sequence:
     return Sequence(add_message(1, list(range(length)), **fields))
 
 
@@ -100,3 +103,22 @@ def test_an_image_across_a_block_edge_is_in_both_blocks():
     same_tail = sequence_of(images=(ImageSpan(KEY, 4, 2),))
     assert hashes_of(base)[0] != hashes_of(other)[0]
     assert hashes_of(base)[1] != hashes_of(same_tail)[1]
+
+
+def test_decodes_have_the_tokens_and_positions_of_each_chunk_alone() -> None:
+    """A token, two drafts of it, and a token behind an image, whose positions are fewer."""
+    plain, image = sequence_of(5), sequence_of(9, delta=-4)
+    for sequence in (plain, image):
+        sequence.token_ids.extend((70, 71))
+    drafting = Chunk(plain, 6, 1, False, True, 3, drafts=(80, 81))
+    chunks = [*drafting.parts, Chunk(image, 10, 1, False, True)]
+    ids, positions = known_tokens(chunks)
+    assert ids.tolist() == [71, 80, 81, 71] and positions[0].tolist() == [6, 7, 8, 6]
+    for index, chunk in enumerate(chunks):
+        alone, places = known_tokens([chunk])
+        assert alone.tolist() == [ids[index]]
+        assert places.tolist() == positions[:, index : index + 1].tolist()
+    piece = Chunk(plain, 2, 1, False, False)  # of a prompt, which is laid out by itself
+    mixed_ids, mixed = known_tokens([*chunks, piece])
+    assert mixed_ids.tolist() == [*ids, 2] and mixed.tolist() == [[*row, 2] for row in positions]
+    assert mixed.dtype == positions.dtype and mixed_ids.dtype == ids.dtype

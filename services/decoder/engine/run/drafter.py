@@ -118,7 +118,8 @@ class Drafter:
         groups, amends = padded(found.groups, size, num_rows - 1), None
         if (sources := step.draft_sources) is not None:
             places = places_of_drafts(found.groups, sources[:, 0], size)
-            amends = np.stack((places, sources[:, 1] * self.num_drafts + sources[:, 2]))
+            amends = np.empty((2, len(places)), np.int64)
+            amends[0], amends[1] = places, sources[:, 1] * self.num_drafts + sources[:, 2]
         return DraftArrays(found.tokens, found.chunks, groups, amends)
 
     def _size(self, num_groups: int) -> int:
@@ -202,7 +203,9 @@ class Drafter:
         """
         assert self.drafts is not None
         targets, sources = amends.clone()  # they are part of the buffer
-        buffer.index_copy_(0, targets, self.drafts.view(-1)[sources].clamp(min=0))
+        # `index_select` is launched in half the time of an indexed read.
+        ids = self.drafts.view(-1).index_select(0, sources)
+        buffer.index_copy_(0, targets, ids.clamp_(min=0))
 
     def groups(self, size: int) -> Tensor:
         """Returns the memory of the groups `[4 + max_drafts, size]` that `draft_groups` reads."""

@@ -217,6 +217,8 @@ def _chunks(step: ComputeStep, max_blocks: int) -> StepInputs:
     if len(lengths) == 1:
         tokens[OfToken.ROW] = step.rows[0]
         tokens[OfToken.INDEX] = np.arange(step.starts[0], step.starts[0] + num_tokens)
+    elif len(lengths) == num_tokens:
+        tokens[OfToken.ROW], tokens[OfToken.INDEX] = step.rows, step.starts
     else:
         tokens[OfToken.ROW] = step.rows.repeat(step.lengths)
         tokens[OfToken.INDEX] = np.arange(num_tokens) + (step.starts - firsts).repeat(step.lengths)
@@ -332,8 +334,9 @@ def stage(
         if step.draft_sources is not None and drafts.amends is not None:
             ids = tokens.element + OfToken.ID * num_tokens + step.draft_sources[:, 0]
             of_groups, sources = drafts.amends
-            targets = np.concatenate((ids, found.draft_groups.element + of_groups))
-            found.amends = staging.add(np.stack((targets, np.tile(sources, 2))))
+            amends = np.empty((2, 2, len(ids)), np.int64)
+            amends[0], amends[1] = (ids, found.draft_groups.element + of_groups), sources
+            found.amends = staging.add(amends.reshape(2, -1))
         if step.state_saves is not None and len(step.state_saves):
             found.draft_saves = staging.add(np.ascontiguousarray(step.state_saves.T, np.int64))
     found.updates = [

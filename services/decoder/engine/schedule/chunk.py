@@ -180,6 +180,12 @@ def known_tokens(chunks: list[Chunk]) -> tuple[Int32Array, Int32Array]:
         positions = np.empty((3, chunk.length), np.int32)
         _fill_positions(chunk, positions)
         return np.frombuffer(token_ids, np.int32), positions
+    # Decodes are the most frequent chunks. The loop below takes twice the time for them.
+    if all([c.length == 1 and c.start >= c.sequence.num_prompt_tokens for c in chunks]):
+        ids = [c.token_ids[0] for c in chunks]
+        positions = np.empty((3, len(chunks)), np.int32)
+        positions[:] = [c.start + c.sequence.message.position_delta for c in chunks]
+        return np.array(ids, np.int32), positions
     num_tokens = sum([chunk.length for chunk in chunks])
     token_ids = np.empty(num_tokens, np.int32)
     positions = np.empty((3, num_tokens), np.int32)
