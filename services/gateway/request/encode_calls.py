@@ -50,6 +50,9 @@ log = logging.getLogger(__name__)
 OUTCOME_TIMEOUT_S = 3.0
 # Timeout of a call for a unit of a video, as a multiple of the timeout for an image.
 _VIDEO_TIMEOUT_FACTOR = 4
+# Number of a request's calls that begin in one iteration of the event loop. gRPC sends them in the
+# next iteration, so that encoders begin with the first calls while the others are prepared.
+_CALLS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +124,17 @@ class EncodeCalls:
             if key not in addresses:
                 missing.setdefault(key, index)
         chosen = self._choose(description, missing) if missing else {}
-        for key, pod in chosen.items():
+        for number, (key, pod) in enumerate(chosen.items()):
             addresses[key] = pod.address
             if self._encoded.get(key) != pod.address:
                 self._encoded.pop(key, None)
-                task = asyncio.create_task(self._encode(key, pod, missing[key]))
+                turns = number // _CALLS_AT_ONCE
+                task = asyncio.create_task(self._encode(key, pod, missing[key], turns))
                 self._calls[key] = _Call(pod.address, task)
         self.coming.num_tokens = sum(
             run.num_tokens for key, run in zip(self.keys, runs, strict=True) if key in self._calls
         )
-        # The calls are sent before the prompt, whose decoder waits for them.
+        # The first calls are sent before the prompt, whose decoder waits for them.
         await asyncio.sleep(0)
         return [
             pb.ImageRef(
@@ -287,7 +291,15 @@ class EncodeCalls:
         losses.readmit_encoders()
         return self._available(description)
 
-    async def _encode(self, key: bytes, pod: EncoderPod, index: int) -> None:
+    async def _encode(self, key: bytes, pod: EncoderPod, index: int, turns: int) -> None:
+        """Calls an encoder for a unit, and records the outcome.
+
+        Args:
+            index: first run of the unit.
+            turns: number of iterations of the event loop before the call.
+        """
+        for _ in range(turns):
+            await asyncio.sleep(0)
         request, run = self.request, self.request.prompt.runs[index]
         image = request.images[run.image]
         outcome = await self._outcome(pod, key, image, run)
