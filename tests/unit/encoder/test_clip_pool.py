@@ -147,9 +147,12 @@ def test_lanes_take_workers_of_finished_videos_before_one_is_started(held: Held)
         files = [held.put(make(frames=20)) for _ in range(3)]
         decode(files[0])
         assert len(worker_pids(pool)) == 4  # with the one that is started ahead
+        used = {child.pid for child in pool.open_videos.values()}
         pool.finish(files[0].name)
         decode(files[1])
         assert len(worker_pids(pool)) == 4
+        # Those whose memory is mapped come before the one that was started ahead.
+        assert {child.pid for child in pool.open_videos.values()} == used and len(used) == 3
         decode(files[2])  # while frames of the second are wanted, which stays open
         assert len(worker_pids(pool)) == 7
         assert {files[1].name, f"{files[1].name}/2", f"{files[2].name}/2"} <= set(pool.open_videos)

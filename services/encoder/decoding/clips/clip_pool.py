@@ -258,7 +258,8 @@ class ClipPool:
         idle = [slot for slot in self._slots if not slot.is_busy]
         spare = next((slot for slot in idle if not slot.name), None)
         others = [slot for slot in idle if slot.name]
-        for slot in others if spare is None else ():
+        # A worker that has decoded before comes first, because its memory is mapped already.
+        for slot in others:
             if slot.is_finished and self._has_memory(memory_bytes - slot.memory_bytes):
                 return slot
         while not self._has_memory(memory_bytes) or (spare is None and self._is_full):
