@@ -181,7 +181,10 @@ class BatchRunner:
                     await self._stop_all("draining")
                     continue
                 loads = self._service.decoders.loads()
-                self._turns.adapt(sum(load.num_waiting for load in loads))
+                self._turns.adapt(
+                    sum(load.num_waiting for load in loads),
+                    sum(load.num_running for load in loads),
+                )
                 await self._renew()
                 await self._claim()
                 if time.monotonic() - self._swept_at > self._bounds.sweep:

@@ -1,8 +1,11 @@
 """The number of lines of batches that a gateway runs at a time.
 
-Lines use the gaps of online work. Their number grows while no decoder has a waiting sequence, and
-is halved when one has. Encoders and decoders do the lines' work behind all other work in any case;
-this keeps the queues short, and with them the memory of what waits.
+Lines use the gaps of online work. Their number grows while no sequence waits in a decoder, stays
+while some wait, and is halved when more sequences wait than run. Encoders and decoders do the
+lines' work behind all other work in any case; this keeps the queues short, and with them the memory
+of what waits. Some sequences nearly always wait beside other requests, because decoders then leave
+lines out of most steps. If each of them halved the number, it would double again soon, and a burst
+of new lines would delay requests.
 """
 
 import asyncio
@@ -47,15 +50,16 @@ class LineTurns:
         self.num_running -= 1
         self._wake()
 
-    def adapt(self, num_waiting: int) -> None:
+    def adapt(self, num_waiting: int, num_running: int) -> None:
         """Changes the limit.
 
         Args:
             num_waiting: number of sequences that wait in decoders.
+            num_running: number of sequences that hold a row in decoders.
         """
-        if num_waiting:
+        if num_waiting > num_running:
             self.limit = max(1, self.limit // 2)
-        elif self.num_running >= self.limit:
+        elif not num_waiting and self.num_running >= self.limit:
             self.limit = min(self._most, 2 * self.limit)
         self._wake()
 

@@ -209,7 +209,8 @@ class Simulation:
     def _add_lines(self) -> None:
         if self.device.now - self._ticked_at > TICK_MS:
             self._ticked_at = self.device.now
-            self._turns.adapt(self.engine.scheduler.num_waiting)
+            scheduler = self.engine.scheduler
+            self._turns.adapt(scheduler.num_waiting, scheduler.num_running)
         while self._turns.num_running < self._turns.limit:
             self._turns.num_running += 1
             self.add(500, background=True)
