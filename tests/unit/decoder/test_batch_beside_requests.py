@@ -2,8 +2,8 @@
 
 A simulated day of an engine, in the time of a simulated device: each step takes as long as about
 that of the 8B in bf16 on one H200, and the engine learns it from the steps. Requests of 210 or
-1,000 tokens arrive at random; the batch always has as many lines of 500 tokens as `LineTurns`
-allows.
+1,000 tokens arrive at random and get 8 or 100 tokens; the batch always has as many lines of 500
+tokens as `LineTurns` allows.
 """
 
 import random
@@ -15,11 +15,10 @@ import pytest
 
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import EngineInfo, ImageSpan
-from services.decoder.engine.schedule.background import Background
+from services.decoder.engine.schedule.background import _MOST_HELD_STEPS, Background
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from services.decoder.engine.step import Int32Array, Step, StepOutput
 from services.gateway.batches.line_turns import LineTurns
-from tests.cases import cases
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import add_message, runner_info
 from tests.integrity import check_scheduler
@@ -27,16 +26,27 @@ from tests.integrity import check_scheduler
 STEP_MS = 40.0  # the setting's default
 MOST_LINES = 128
 TICK_MS = 500.0
-# Long enough that a request waits that the batch would delay, in each of the simulations.
-SECONDS = cases(15, 30)
-# Milliseconds in which the host plans and launches a step, and between two looks at messages.
-HOST_MS, POLL_MS = 0.5, 0.02
+# Long enough that requests wait that the batch would delay, in each of the simulations.
+SECONDS = 30
+# Requests a second, tokens of a prompt and of an answer: the engine is often without a request.
+SHORT = (20, 210, 8)
+# Milliseconds in which the host plans and launches a step, in addition for each of its sequences,
+# and between two looks at messages.
+HOST_MS, SEQUENCE_MS, POLL_MS = 0.5, 0.01, 0.02
 
 
 def duration(load: StepLoad) -> float:
-    """Milliseconds of a step: weights, tokens of prompts, keys that decodes read."""
-    prompts = load.tokens - load.rows
-    return 4.0 + 0.018 * load.tokens + 3.4e-5 * load.keys + (1e-6 * load.pairs if prompts else 0)
+    """Milliseconds of a step: weights or tokens, keys that decodes read, pairs of prompts. A step
+    with prompts is padded to the size of a CUDA graph. One with decodes, too, takes 1 ms longer,
+    which is fitted to measured times of requests beside a batch.
+    """
+    tokens, mixed = load.tokens, 0.0
+    if tokens > load.rows:
+        tokens = -(-tokens // 64) * 64
+        if load.rows:
+            tokens, mixed = max(256, tokens), 1.0
+    gemms = max(4.0 + 0.009 * tokens, 0.0205 * tokens)
+    return gemms + mixed + 4.3e-5 * load.keys + 1e-6 * load.pairs
 
 
 def known_cost() -> StepCost:
@@ -88,8 +98,8 @@ class Device:
         raise NotImplementedError
 
     def execute(self, step: Step) -> "Launched":
-        self.now += HOST_MS
         compute = step.compute
+        self.now += HOST_MS + SEQUENCE_MS * len(compute.lengths)
         is_prompt = (compute.lengths > 1) | (compute.starts == 0)
         load = StepLoad(int((~is_prompt).sum()), int(compute.lengths.sum()))
         load.keys = int((compute.starts[~is_prompt] + 1).sum())
@@ -139,10 +149,17 @@ class Simulation:
         seconds: length of the day.
         has_batch: True if a batch without an end runs.
         num_prompt: number of tokens of a request's prompt.
+        num_output: number of tokens of a request's answer.
     """
 
     def __init__(
-        self, rate: float, seconds: float, *, has_batch: bool, num_prompt: int = 1000
+        self,
+        rate: float,
+        seconds: float,
+        *,
+        has_batch: bool,
+        num_prompt: int = 1000,
+        num_output: int = 100,
     ) -> None:
         info = runner_info(
             num_blocks=20_000, max_num_sequences=256, max_batched_tokens=8192,
@@ -154,7 +171,8 @@ class Simulation:
             clock=self.device.clock,
         )  # fmt: skip
         self._rng, self._seconds, self._has_batch = random.Random(1), seconds, has_batch
-        self._num_prompt = num_prompt
+        self._num_prompt, self._num_output = num_prompt, num_output
+        self._num_waiting = self._num_running = 0  # as the last step has said
         self._arrivals: list[float] = []
         while not self._arrivals or self._arrivals[-1] < seconds * 1e3:
             last = self._arrivals[-1] if self._arrivals else 0.0
@@ -186,6 +204,8 @@ class Simulation:
     def step(self) -> None:
         """Runs a step, and notes the first tokens of requests and the ends of lines."""
         done = self.engine.step()
+        if done is not None:
+            self._num_waiting, self._num_running = done.stats.num_waiting, done.stats.num_running
         for event in done.events if done is not None else ():
             arrived = self._arrived_at.pop(event.sequence_id, None)
             if arrived is not None:
@@ -201,42 +221,52 @@ class Simulation:
         tenant = "x/batch" if background else "x"
         if background:
             self._lines.add(self._number)
+        most = 100 if background else self._num_output
         self.engine.add(
-            add_message(self._number, tokens, tenant=tenant, max_tokens=100, background=background)
+            add_message(self._number, tokens, tenant=tenant, max_tokens=most, background=background)
         )
         return self._number
 
     def _add_lines(self) -> None:
         if self.device.now - self._ticked_at > TICK_MS:
             self._ticked_at = self.device.now
-            scheduler = self.engine.scheduler
-            self._turns.adapt(scheduler.num_waiting, scheduler.num_running)
+            self._turns.adapt(self._num_waiting, self._num_running)
         while self._turns.num_running < self._turns.limit:
             self._turns.num_running += 1
             self.add(500, background=True)
 
 
 @cache
-def alone(rate: float, num_prompt: int, seconds: int) -> Day:
-    return Simulation(rate, seconds, has_batch=False, num_prompt=num_prompt).run()
+def alone(rate: float, num_prompt: int, num_output: int) -> Day:
+    return Simulation(
+        rate, SECONDS, has_batch=False, num_prompt=num_prompt, num_output=num_output
+    ).run()
+
+
+def beside(rate: float, num_prompt: int, num_output: int) -> Day:
+    return Simulation(
+        rate, SECONDS, has_batch=True, num_prompt=num_prompt, num_output=num_output
+    ).run()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("rate", "num_prompt", "seconds"),
-    [(10, 210, SECONDS), pytest.param(2, 1000, 30, marks=pytest.mark.nightly)],
+    "load",
+    [
+        SHORT,
+        pytest.param((40, 210, 8), marks=pytest.mark.nightly),
+        pytest.param((2, 1000, 100), marks=pytest.mark.nightly),
+        pytest.param((15, 1000, 100), marks=pytest.mark.nightly),
+    ],
 )
-def test_a_batch_delays_first_tokens_by_a_tenth_at_most(
-    rate: float, num_prompt: int, seconds: int
-) -> None:
-    without = alone(rate, num_prompt, seconds)
-    beside = Simulation(rate, seconds, has_batch=True, num_prompt=num_prompt).run()
-    print(f"{without.p99:.1f} and {beside.p99:.1f} ms, {beside.num_lines / seconds:.1f} lines/s")
-    assert len(beside.first_ms) >= 0.9 * rate * seconds
-    assert beside.p99 <= 1.1 * without.p99
-    # 49 lines a second ran beside two requests a second before the batch gave way to them.
-    assert beside.num_lines / seconds > 15
-    assert beside.busy > 0.97  # The device waits for no launch.
+def test_a_batch_delays_first_tokens_by_a_twentieth_at_most(load: tuple[int, int, int]) -> None:
+    rate, _, _ = load
+    without, day = alone(*load), beside(*load)
+    print(f"{without.p99:.1f} and {day.p99:.1f} ms, {day.num_lines / SECONDS:.1f} lines/s")
+    assert len(day.first_ms) >= 0.9 * rate * SECONDS
+    assert day.p99 <= 1.05 * without.p99
+    assert day.num_lines / SECONDS > 5
+    assert day.busy > 0.97  # The device waits for no launch.
 
 
 def never(_: object) -> bool:
@@ -251,16 +281,17 @@ def ignored(_: object, __: object) -> None:
 @pytest.mark.parametrize("rule", ["held back", "short steps", "late launches"])
 def test_each_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of the rules, the batch delays first tokens by more than a tenth."""
-    background = "services.decoder.engine.schedule.background.Background"
+    module = "services.decoder.engine.schedule.background"
     match rule:
         case "held back":
-            monkeypatch.setattr(f"{background}.holds", property(never, ignored), raising=False)
+            monkeypatch.setattr(f"{module}._MOST_HELD_STEPS", -1)
         case "short steps":
-            monkeypatch.setattr(f"{background}.is_short", property(never, ignored), raising=False)
+            monkeypatch.setattr(
+                f"{module}.Background.is_short", property(never, ignored), raising=False
+            )
         case _:
             monkeypatch.setattr("services.decoder.engine.launch_gate._MARGIN_S", 1.0)
-    beside = Simulation(10, SECONDS, has_batch=True, num_prompt=210).run()
-    assert beside.p99 > 1.1 * alone(10, 210, SECONDS).p99
+    assert beside(*SHORT).p99 > 1.1 * alone(*SHORT).p99
 
 
 @pytest.mark.thorough
@@ -272,11 +303,13 @@ def test_steps_that_take_long_to_launch_are_launched_earlier(
     monkeypatch.setattr(f"{__name__}.HOST_MS", 2.0)
     if not learns:
         monkeypatch.setattr("services.decoder.engine.launch_gate.LaunchGate.launched", ignored)
-    busy = Simulation(10, SECONDS, has_batch=True, num_prompt=210).run().busy
+    busy = Simulation(10, 15, has_batch=True, num_prompt=210).run().busy
     assert busy > 0.97 if learns else busy < 0.9
 
 
-@pytest.mark.parametrize(("num_decodes", "most"), [(1, 256), (60, 256), (61, 320), (300, 384)])
+@pytest.mark.parametrize(
+    ("num_decodes", "most"), [(0, 192), (1, 256), (60, 256), (61, 320), (300, 384)]
+)
 def test_a_short_step_has_the_tokens_of_the_smallest_graph(num_decodes: int, most: int) -> None:
     background = Background()
     assert background.max_tokens(8192, num_decodes) == 8192
@@ -285,28 +318,76 @@ def test_a_short_step_has_the_tokens_of_the_smallest_graph(num_decodes: int, mos
     assert background.max_tokens(128, num_decodes) == 128
 
 
-def test_a_step_with_a_prompt_of_a_request_leaves_the_batch_out() -> None:
-    simulation = Simulation(1, 1, has_batch=False)
-    scheduler = simulation.engine.scheduler
+def step(simulation: Simulation) -> set[tuple[bool, bool]]:
+    """Runs a step. Returns for each of its chunks whether it is a line's, and a prompt's."""
+    simulation.step()
+    if not simulation.engine.pending:
+        return set()
+    _, batch, _ = simulation.engine.pending[-1]
+    return {(c.sequence.message.background, not c.from_device) for c in batch.chunks}
 
-    def step() -> set[bool]:
-        simulation.step()
-        check_scheduler(scheduler)
-        _, batch, _ = simulation.engine.pending[-1]
-        return {chunk.sequence.message.background for chunk in batch.chunks}
 
+LINE = {(True, True), (True, False)}
+REQUEST = {(False, True), (False, False)}
+
+
+def test_steps_leave_the_batch_out_while_a_request_is_there() -> None:
+    simulation = Simulation(1, 1, has_batch=False, num_output=20)
     for _ in range(3):
         simulation.add(500, background=True)
-    while scheduler.prefills.prefilling or len(scheduler.prefills.waiting):
-        assert step() == {True}
+    for _ in range(8):
+        assert step(simulation) <= LINE
     simulation.add(1000, background=False)
     simulation.add(500, background=True)
-    kinds = [step()]
-    while any(not s.message.background for s in scheduler.prefills.prefilling.values()):
-        kinds.append(step())
-    assert kinds == [{False}] * len(kinds)
-    # Then all decode together, and the batch's last prompt is computed.
-    assert step() == {False, True}
+    num_steps = 0
+    while (kinds := step(simulation)) <= REQUEST:
+        num_steps += 1
+    # The answer has 20 tokens, of which the first one comes with the prompt.
+    assert num_steps >= 20
+    assert kinds <= LINE
+    check_scheduler(simulation.engine.scheduler)
+
+
+def test_the_batch_runs_again_beside_a_request_without_an_end() -> None:
+    """Then steps with prompts of requests leave it out, until no request is there."""
+    simulation = Simulation(1, 1, has_batch=False, num_output=200)
+    for _ in range(3):
+        simulation.add(500, background=True)
+    for _ in range(12):
+        step(simulation)
+    simulation.add(1000, background=False)
+    for _ in range(_MOST_HELD_STEPS):
+        assert step(simulation) <= REQUEST
+    for _ in range(40):
+        assert step(simulation) == {(True, False), (False, False)}
+    simulation.add(1000, background=False)
+    while any(not s.message.background for s in simulation.engine.sequences.values()):
+        kinds = step(simulation)
+        assert kinds <= REQUEST or (False, True) not in kinds
+    for _ in range(2):
+        simulation.add(500, background=True)
+        assert step(simulation) <= LINE
+    simulation.add(1000, background=False)
+    for _ in range(_MOST_HELD_STEPS):
+        assert step(simulation) <= REQUEST
+    check_scheduler(simulation.engine.scheduler)
+
+
+def test_steps_of_the_batch_have_prompts_or_decodes_in_turn_while_requests_come() -> None:
+    simulation = Simulation(1, 1, has_batch=False, num_output=1)
+    simulation.add(100, background=False)
+    for _ in range(4):
+        simulation.add(100, background=True)
+    kinds = [step(simulation) for _ in range(40)]
+    assert kinds[0] == {(False, True)}
+    assert not any(kind == LINE for kind in kinds)
+    first_decodes = kinds.index({(True, False)})
+    simulation.add(500, background=True)
+    assert [step(simulation) for _ in range(4)] in (
+        [{(True, True)}, {(True, False)}] * 2,
+        [{(True, False)}, {(True, True)}] * 2,
+    )
+    assert first_decodes < 10
 
 
 def test_steps_are_launched_ahead_again_when_no_request_has_come_for_long() -> None:

@@ -199,7 +199,8 @@ class Scheduler:
         self.step += 1
         if self.prefills.waiting.may_preempt:
             self._yield_rows()
-        self.background.begin_step(self.step, self.prefills.prefilling, self.prefills.waiting)
+        prefills, num_decodes = self.prefills, len(self.decodes)
+        self.background.begin_step(self.step, prefills.prefilling, prefills.waiting, num_decodes)
         batch = self._plan()
         return batch if batch.chunks or not self.background.let_in() else self._plan()
 
