@@ -26,6 +26,9 @@ from services.decoder.engine.step import Int32Array, Step, StepOutput
 
 _GRAPH_TOKENS, _GRAPH_LEAST = 64, 256  # of mixed steps
 _TILE = 128  # tokens of a tile of attention of prompts
+# A step of an 8B model on an H200 with more pairs of a prompt's query and a cached key runs without
+# a graph.
+_EAGER_PAIRS = 500_000
 # Service levels: seconds to the first token, and a token.
 LEVELS = ((1.0, 0.03), (2.0, 0.05))
 
@@ -193,12 +196,14 @@ class StandIn:
         device: times of steps.
         info: limits of the engine.
         slower: times of steps are multiplied by this, which the calibration does not see.
+        launch_ms: milliseconds in which the host launches a step without a graph, likewise.
         now: the clock, in seconds.
     """
 
     device: Device
     info: EngineInfo
     slower: float = 1.0
+    launch_ms: float = 0.0
     now: float = 0.0
     free_at: float = 0.0
     tokens: list[int] = field(default_factory=list[int])
@@ -219,6 +224,9 @@ class StandIn:
         tokens, rows = int(lengths.sum()), int((~is_prompt).sum())
         ms = self.slower * self.device.ms(tokens, keys, pairs, rows)
         self.free_at = max(self.free_at, self.now) + ms / 1e3
+        if int((starts[is_prompt] * lengths[is_prompt]).sum()) > _EAGER_PAIRS:
+            self.now += self.launch_ms / 1e3
+            self.free_at = max(self.free_at, self.now)
         self.tokens.append(tokens)
         return _Pending(self, self.free_at, len(compute.samples))
 
@@ -252,7 +260,11 @@ class Load:
 
 
 def run(
-    device: Device, load: Load, step_ms: float | None = None, slower: float = 1.0
+    device: Device,
+    load: Load,
+    step_ms: float | None = None,
+    slower: float = 1.0,
+    launch_ms: float = 0.0,
 ) -> tuple[list[Answer], StandIn]:
     """Runs a load, and returns all answers, and the device.
 
@@ -261,6 +273,7 @@ def run(
         load: the requests.
         step_ms: longest time of a step. Defaults to the engine's default.
         slower: factor of each step's time after the calibration.
+        launch_ms: milliseconds in which the host launches a step without a graph.
     """
     info = EngineInfo(
         model_name="simulated", dtype="bfloat16", num_features=0, hidden=8, vocab_size=1000,
@@ -270,7 +283,7 @@ def run(
     )  # fmt: skip
     runner = StandIn(device, info)
     cost = measured_cost(runner, 1.0, step_ms, runner.clock)
-    runner.slower, runner.tokens = slower, []
+    runner.slower, runner.launch_ms, runner.tokens = slower, launch_ms, []
     step_ms = cost.default_step_ms if step_ms is None else step_ms
     engine = Engine(runner, overlap=True, step_ms=step_ms, step_cost=cost, clock=runner.clock)
     rng = np.random.default_rng(11)
@@ -334,6 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--output", type=int, default=128, help="tokens")
     add("--between", type=float, default=8.0, help="ms from an answer to the stream's next request")
     add("--slower", type=float, default=1.0, help="factor of each step's time")
+    add("--launch", type=float, default=0.0, help="ms of the host for a step without a graph")
     add("--bounds", default="default", help="milliseconds of a step, or `default`")
     options = parser.parse_args(arguments)
     load = Load(
@@ -346,7 +360,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for bound in options.bounds.split(","):
         step_ms = None if bound == "default" else float(bound)
-        answers, runner = run(DEVICES[options.device], load, step_ms, options.slower)
+        device, host_ms = DEVICES[options.device], options.launch
+        answers, runner = run(device, load, step_ms, options.slower, host_ms)
         print(f"{bound:>8} {report(answers, load)} {np.median(runner.tokens):6.0f}", flush=True)
     return 0
 

@@ -242,7 +242,11 @@ class Engine:
         batch = self.planned[0] if self.planned is not None else self.scheduler.schedule()
         if batch.chunks:
             self._launch(batch)
-            self._launch_gate.launched(self._clock() - begun)
+            launch_s = self._clock() - begun
+            self._launch_gate.launched(launch_s)
+            if len(self.pending) > 1:
+                _, before, pending = self.pending[0]
+                self._times.launched(batch, launch_s, before, is_done=pending.is_done())
         if self.pending and (not self._overlap or not batch.chunks or len(self.pending) > 1):
             _, oldest, pending = self.pending[0]
             output = pending.result()

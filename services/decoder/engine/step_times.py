@@ -41,6 +41,19 @@ class StepTimes:
         if not in_flight:
             self._busy_since = now
 
+    def launched(self, batch: Batch, seconds: float, before: Batch, *, is_done: bool) -> None:
+        """Notes that a step was planned and launched behind another one in flight.
+
+        Args:
+            batch: plan of the step.
+            seconds: time in which the host has planned and launched the step.
+            before: plan of the step before.
+            is_done: True if the device has computed the step before already.
+        """
+        if batch.load is not None:
+            before.was_early = is_done
+            self.cost.launched(1e3 * seconds, is_late=is_done)
+
     def expected_end(self, batch: Batch) -> float:
         """Returns when the device should have computed a step, by the engine's clock.
 
@@ -58,9 +71,10 @@ class StepTimes:
     def read(self, batch: Batch, now: float, *, in_flight: bool) -> float:
         """Notes that the result of a step was read now, and corrects the step cost.
 
-        A step that waited for token masks, or for blocks of the host, is left out. Of the steps
-        without prompts and drafts, one in `StepCost.decode_period` is used, and all of them once
-        there were drafts.
+        A step that waited for token masks, or for blocks of the host, is left out. So is a step
+        that seems to take longer than predicted because the host launched the next step meanwhile:
+        when the device was done is not known. Of the steps without prompts and drafts, one in
+        `StepCost.decode_period` is used, and all of them once there were drafts.
 
         Args:
             batch: plan of the step.
@@ -83,7 +97,9 @@ class StepTimes:
         if load is None and is_used:
             load = _load_of_decodes(batch)
         if load is not None and not batch.late and not batch.has_loads:
-            self.cost.observe(load, ms)
+            may_be_shorter = batch.was_early and 0 < self.cost.predict(load) < ms
+            if not may_be_shorter:
+                self.cost.observe(load, ms)
         return whole_ms
 
 

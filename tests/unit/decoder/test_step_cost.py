@@ -152,7 +152,13 @@ def test_nothing_is_known_before_something_is_measured() -> None:
     context=st.integers(0, 8000),
     tokens=st.integers(0, 2000),
     start=st.integers(0, 100_000),
-    limit=st.builds(Limit, st.floats(1, 500), st.integers(2300, 8192), st.integers(0, 500)),
+    limit=st.builds(
+        Limit,
+        st.floats(1, 500),
+        st.integers(2300, 8192),
+        st.integers(0, 500),
+        hidden_ms=st.just(0.0),
+    ),
 )
 def test_a_chunk_fits_and_no_much_longer_one_does(
     device, scale, rows, context, tokens, start, limit
@@ -189,6 +195,36 @@ def test_a_lone_chunk_behind_many_keys_fills_whole_waves(start: int, bound: ms, 
     assert cost.fitting_tokens(load, start, half) == room
     shared = other.fitting_tokens(beside, start, limit)
     assert cost.fitting_tokens(beside, start, limit) == shared
+
+
+def test_a_step_may_last_as_long_as_its_launch() -> None:
+    """Tokens that the device computes while the host launches the step cost no time."""
+    cost, load, start = fitted("gpu"), StepLoad(), 8000
+    cost.may_stretch, cost.efficient_tokens = True, 512
+
+    def tokens(step_ms: ms = 40.0) -> int:
+        budget = StepBudget(cost, StepLoad(), step_ms=step_ms, max_tokens=8192, alone=False)
+        return budget.fitting_tokens(start)
+
+    usual, short = tokens(), tokens(0.0)
+    for _ in range(20):
+        cost.launched(60.0, is_late=True)
+    assert 50 <= cost.hidden_ms(40.0) <= 60
+    longer = tokens()
+    assert longer > usual
+    load.add_chunk(start, longer)
+    assert 40 < cost.predict(load) <= 60
+    assert tokens(0.0) == short
+    for _ in range(20):
+        cost.launched(1000.0, is_late=True)
+    assert cost.hidden_ms(40.0) == 80.0  # the longest gap that a reader should see
+    assert cost.hidden_ms(120.0) == 120.0
+    cost.may_stretch = False  # the bound that an operator sets holds
+    assert tokens() == usual
+    cost.may_stretch = True
+    for _ in range(400):
+        cost.launched(20.0, is_late=False)
+    assert tokens() == usual
 
 
 @pytest.mark.parametrize(("is_default", "size"), [(True, 960), (True, sys.maxsize), (False, 960)])

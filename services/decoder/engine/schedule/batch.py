@@ -42,6 +42,8 @@ class Batch:
         num_head_drafts: see `ComputeStep.num_head_drafts`.
         may_have_adapters: False if no sequence has an adapter, so that `to_step` looks for none.
         has_loads: True if the step copies blocks from the host, whose time is not that of its load.
+        was_early: True if the device had computed the step before the host had launched the next
+            one, which has prompts.
     """
 
     chunks: list[Chunk]
@@ -56,6 +58,7 @@ class Batch:
     num_head_drafts: int = 0
     may_have_adapters: bool = True
     has_loads: bool = False
+    was_early: bool = False
 
     def to_step(self) -> Step:
         """Returns the step as arrays.

@@ -40,6 +40,9 @@ class StepBudget:
             tokens = min(max_tokens, cost.efficient_tokens)
             ms = cost.sized_bound(whole.ms) if step_ms else whole.ms  # 0: as short as possible
             whole = whole._replace(ms=ms, tokens=tokens)
+            if step_ms:
+                hidden = cost.hidden_ms(whole.ms)
+                whole = whole._replace(hidden_ms=hidden, hidden_tokens=max_tokens)
         self._whole = self._limit = whole
 
     @property

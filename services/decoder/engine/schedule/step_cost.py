@@ -60,6 +60,9 @@ _FEW_DECODES, _LEAST_CROWDED = 60, 320
 _STEP_MS, _LONG_READ, _READS, _GAP_MS = 40.0, 0.25, 5, 80.0
 # A step of at most `efficient_tokens` tokens may last this many times its bound.
 _STRETCH = 1.5
+# Share of the difference by which a launch that the device waits for corrects `launch_ms`, and
+# share of `launch_ms` that another launch leaves.
+_LATE_RATE, _KEPT = 0.3, 0.97
 
 
 @dataclass(slots=True)
@@ -94,12 +97,17 @@ class Limit(NamedTuple):
         tokens: the most tokens that the step may have.
         least: number of tokens that the step may have even if they take longer than `ms`.
         is_half: True if another prompt takes the rest of the step.
+        hidden_ms: milliseconds in which the step may have up to `hidden_tokens` tokens, even if
+            these are more than `tokens`, because the host takes as long to launch a step.
+        hidden_tokens: see `hidden_ms`.
     """
 
     ms: float
     tokens: int
     least: int
     is_half: bool = False
+    hidden_ms: float = 0.0
+    hidden_tokens: int = 0
 
 
 class StepCost:
@@ -118,6 +126,8 @@ class StepCost:
             it, see `calibration`.
         may_stretch: True if a step with fewer tokens than `efficient_tokens` may last longer than
             its bound, see `sized_bound`.
+        launch_ms: milliseconds in which the host lately launched steps with prompts for which the
+            device had to wait. Fades if the device does not wait.
     """
 
     decode_period = 16
@@ -139,6 +149,7 @@ class StepCost:
         self._is_measured = False
         self._draft_ms, self._num_observed_drafts = 0.0, 0
         self.efficient_tokens, self.may_stretch = sys.maxsize, False
+        self.launch_ms = 0.0
 
     def predict(self, load: StepLoad) -> float:
         """Returns the milliseconds that a step lasts; 0 before any step was measured."""
@@ -194,6 +205,29 @@ class StepCost:
         stretches = self.may_stretch and self.efficient_tokens < sys.maxsize
         return _STRETCH * bound_ms if stretches else bound_ms
 
+    def launched(self, ms: float, *, is_late: bool) -> None:
+        """Notes in how many milliseconds the host has launched a step with prompts.
+
+        Args:
+            ms: milliseconds of the launch, and of planning the step.
+            is_late: True if the device had computed the step before when the launch ended.
+        """
+        if is_late:
+            self.launch_ms += _LATE_RATE * (ms - self.launch_ms)
+        else:
+            self.launch_ms *= _KEPT
+
+    def hidden_ms(self, bound_ms: float) -> float:
+        """Returns the milliseconds for which a step may last because of its launch.
+
+        A host whose CPU cores are busy may launch a step kernel by kernel for longer than the
+        device computes the step, and more tokens then cost no time. An operator's bound holds.
+
+        Args:
+            bound_ms: the bound of the step.
+        """
+        return min(self.launch_ms, max(bound_ms, _GAP_MS)) if self.may_stretch else 0.0
+
     def fitting_tokens(self, load: StepLoad, start: int, limit: Limit) -> int:
         """Returns the most tokens of a prompt that fit into a step.
 
@@ -204,6 +238,10 @@ class StepCost:
         """
         most = limit.tokens - load.tokens
         fitting = min(most, self._max_chunk(load, start, limit.ms))
+        if limit.hidden_ms:
+            room = limit.hidden_tokens - load.tokens
+            if (hidden := min(room, self._max_chunk(load, start, limit.hidden_ms))) > fitting:
+                fitting, most = hidden, room
         if fitting < most and (total := load.tokens + fitting) > _LEAST_GRAPH:
             fitting -= total % _GRAPH_TOKENS
             # Tiles of several prompts, which attend to more and fewer keys, share the SMs better.
@@ -218,6 +256,8 @@ class StepCost:
             (load.tokens + limit.tokens) // 2,
             (load.tokens + limit.least) // 2,
             is_half=True,
+            hidden_ms=limit.hidden_ms and (self.predict(load) + limit.hidden_ms) / 2,
+            hidden_tokens=(load.tokens + limit.hidden_tokens) // 2,
         )
 
     def _surplus(self, load: StepLoad, start: int, length: int) -> int:
