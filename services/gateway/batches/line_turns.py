@@ -1,7 +1,7 @@
 """The number of lines of batches that a gateway runs at a time.
 
-Lines use the gaps of online work. Their number grows while no sequence waits in a decoder, stays
-while some wait, and is halved when more sequences wait than run. Encoders and decoders do the
+Lines use the gaps of online work. Their number grows while few sequences wait in decoders, stays
+while more wait, and is halved when twice as many wait as run. Encoders and decoders do the
 lines' work behind all other work in any case; this keeps the queues short, and with them the memory
 of what waits. Some sequences nearly always wait beside other requests, because decoders then leave
 lines out of most steps. If each of them halved the number, it would double again soon, and a burst
@@ -12,6 +12,8 @@ import asyncio
 from collections import deque
 
 FIRST = 4
+# Numbers of waiting sequences for each running one.
+_WAITING_TO_HALVE, _WAITING_TO_DOUBLE = 2, 0.25
 
 
 class LineTurns:
@@ -57,9 +59,9 @@ class LineTurns:
             num_waiting: number of sequences that wait in decoders.
             num_running: number of sequences that hold a row in decoders.
         """
-        if num_waiting > num_running:
+        if num_waiting > _WAITING_TO_HALVE * num_running:
             self.limit = max(1, self.limit // 2)
-        elif not num_waiting and self.num_running >= self.limit:
+        elif num_waiting <= _WAITING_TO_DOUBLE * num_running and self.num_running >= self.limit:
             self.limit = min(self._most, 2 * self.limit)
         self._wake()
 

@@ -10,7 +10,7 @@ async def take(turns: LineTurns, count: int) -> None:
         await turns.take()
 
 
-def test_the_number_grows_while_all_turns_are_taken_and_nothing_waits() -> None:
+def test_the_number_grows_while_all_turns_are_taken_and_few_sequences_wait() -> None:
     turns = LineTurns(6 * FIRST)
     turns.adapt(0, 0)
     assert turns.limit == FIRST  # no line has asked for a turn
@@ -18,20 +18,20 @@ def test_the_number_grows_while_all_turns_are_taken_and_nothing_waits() -> None:
     turns.adapt(0, FIRST)
     assert turns.limit == 2 * FIRST
     asyncio.run(take(turns, FIRST))
-    turns.adapt(1, 2 * FIRST)
+    turns.adapt(FIRST, FIRST)
     assert turns.limit == 2 * FIRST
-    turns.adapt(0, 2 * FIRST)
+    turns.adapt(1, FIRST)
     asyncio.run(take(turns, 2 * FIRST))
     turns.adapt(0, 4 * FIRST)
     assert turns.limit == 6 * FIRST
 
 
-def test_the_number_is_halved_when_more_sequences_wait_than_run() -> None:
+def test_the_number_is_halved_when_twice_as_many_sequences_wait_as_run() -> None:
     turns = LineTurns(16)
     asyncio.run(take(turns, FIRST))
     turns.adapt(0, FIRST)
-    turns.adapt(2, 2)
+    turns.adapt(4, 2)
     assert turns.limit == 2 * FIRST
     for limit in (FIRST, FIRST // 2, 1, 1):
-        turns.adapt(3, 2)
+        turns.adapt(5, 2)
         assert turns.limit == limit

@@ -47,10 +47,6 @@ _LEAST_MIN_CHUNK, _GREATEST_MIN_CHUNK = 32, 256
 # CUDA graphs of steps with prompts and decodes are captured for multiples of this number of tokens,
 # from `_LEAST_GRAPH` on. A step is padded to the next one: 260 tokens take as long as 320.
 _GRAPH_TOKENS, _LEAST_GRAPH = 64, 256
-# Tokens of a short step of prompts alone, whose graphs have all multiples of 64 tokens. With 256
-# tokens, lines of batches would compute a fifth more a second, and two requests a second beside
-# them would have a 99th percentile of first tokens that is 1.1 times as long as alone.
-_SHORT_PROMPTS = 192
 # Graphs of steps with more than 64 sampled tokens begin at 320 tokens. A step with up to 60 decodes
 # has at most 64, as long as it ends at most four prompts.
 _FEW_DECODES, _LEAST_CROWDED = 60, 320
@@ -185,12 +181,9 @@ class StepCost:
 
     @staticmethod
     def short_tokens(num_decodes: int) -> int:
-        """Returns the tokens of a short step with prompts. Beside decodes, they are those of the
-        smallest CUDA graph that has room for a few tokens of a prompt, because a step with fewer
-        tokens takes as long.
+        """Returns the tokens of the smallest CUDA graph that has room for a few tokens of a prompt
+        beside the decodes. A step with fewer tokens takes as long.
         """
-        if not num_decodes:
-            return _SHORT_PROMPTS
         if num_decodes <= _FEW_DECODES:
             return _LEAST_GRAPH
         least = max(_LEAST_CROWDED, num_decodes + _LEAST_MIN_CHUNK)
