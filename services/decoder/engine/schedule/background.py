@@ -12,12 +12,14 @@ them from delaying the first tokens of other sequences:
   its tokens would lengthen the step.
 - As long as other sequences come, steps of the background are short, because a sequence that
   arrives while a step runs waits for the end of the step. A step of the background alone then
-  computes prompts or decodes in turn, because a step with both takes longer.
+  computes one prompt, or decodes. Several prompts, or both kinds, would be padded to a graph of at
+  least 256 tokens and 64 decodes.
 - For as long, the engine launches a step only shortly before the end of the step before it
   (`expects_others`), because a sequence that arrives after the launch waits for the end of both
   steps.
 """
 
+import sys
 from collections.abc import Mapping
 
 from services.decoder.engine.schedule.admission import Admission
@@ -30,6 +32,10 @@ _QUIET_STEPS = 4096
 # With 40 requests a second of 200 words, whose answers have 8 tokens, an H200 with an 8B is without
 # a request again after fewer steps.
 _MOST_HELD_STEPS = 128
+# Tokens of a short step that computes one prompt. Its graphs have all multiples of 64 tokens.
+_PROMPT_TOKENS = 192
+# While prompts of the background wait, one of so many short steps computes decodes.
+_DECODES_PERIOD = 3
 
 
 class Background:
@@ -47,8 +53,8 @@ class Background:
         self.holds = self.is_short = self.holds_prompts = self.holds_decodes = False
         self._step = 0
         self._busy_step = -_QUIET_STEPS  # last step with a sequence that is not in the background
+        self._has_prompts = self._has_decodes = False  # sequences that the step might compute
         self._free_step = 0  # last step for which no sequence was kept waiting by another one
-        self._is_turn_of_prompts = False
 
     def add(self, sequence: Sequence) -> None:
         """Counts a new sequence, whether or not it is in the background."""
@@ -91,19 +97,26 @@ class Background:
             prompts = any([not sequence.message.background for sequence in prefilling.values()])
             self.holds = prompts or waiting.has_foreground
         self.is_short = not self.holds and self.expects_others
-        if self.is_short and not others and num_decodes and (prefilling or len(waiting)):
-            self._is_turn_of_prompts = not self._is_turn_of_prompts
-            self.holds_decodes = self._is_turn_of_prompts
-            self.holds_prompts = not self._is_turn_of_prompts
+        self._has_prompts, self._has_decodes = bool(prefilling or len(waiting)), num_decodes > 0
+        if not others:
+            self._divide()
 
     def let_in(self) -> bool:
-        """Lets sequences in the background into the step after all, because no other sequence can
-        be computed. Returns whether the step would have left out any of them.
+        """Lets sequences in the background into the step after all, because it would be empty.
+        Returns whether the step would have left out any of them.
         """
-        held = self.holds or self.holds_prompts or self.holds_decodes
+        held, is_divided = self.holds, self.holds_prompts or self.holds_decodes
         self.holds = self.holds_prompts = self.holds_decodes = False
         self.is_short = self.expects_others
-        return held
+        if held:
+            self._divide()
+        return held or is_divided
+
+    def _divide(self) -> None:
+        """Decides whether a short step of the background computes a prompt or decodes."""
+        if self.is_short and self._has_prompts and self._has_decodes:
+            self.holds_prompts = self._step % _DECODES_PERIOD == 0
+            self.holds_decodes = not self.holds_prompts
 
     def leaves_out(self, sequence: Sequence) -> bool:
         """Returns whether the step leaves out a sequence that has prompt tokens to compute."""
@@ -121,8 +134,15 @@ class Background:
         """
         return 0.0 if self.is_short else usual
 
+    @property
+    def max_chunks(self) -> int:
+        """The most prompts of which the step computes tokens."""
+        return 1 if self.holds_decodes else sys.maxsize
+
     def max_tokens(self, usual: int, num_decodes: int) -> int:
         """Returns the most tokens of the step, which has `num_decodes` decodes: `usual`, or those
-        of a short step (`StepCost.short_tokens`).
+        of a short step.
         """
+        if self.holds_decodes:
+            return min(usual, _PROMPT_TOKENS)
         return min(usual, StepCost.short_tokens(num_decodes)) if self.is_short else usual

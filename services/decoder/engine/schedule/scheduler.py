@@ -153,9 +153,7 @@ class Scheduler:
         self.prefills.add(sequence)
 
     def image_ready(self, sequence: Sequence, key: bytes, arena_offset: int) -> None:
-        """Notes where in the arena an image is. If the sequence was waiting for it, the sequence
-        can be planned again.
-        """
+        """Notes where in the arena an image is. A sequence that waited for it can be planned."""
         sequence.image_offsets[key] = arena_offset
         self.prefills.input_arrived(sequence)
 
@@ -202,7 +200,9 @@ class Scheduler:
         prefills, num_decodes = self.prefills, len(self.decodes)
         self.background.begin_step(self.step, prefills.prefilling, prefills.waiting, num_decodes)
         batch = self._plan()
-        return batch if batch.chunks or not self.background.let_in() else self._plan()
+        while not batch.chunks and self.background.let_in():
+            batch = self._plan()
+        return batch
 
     def _plan(self) -> Batch:
         self.decodes.choose_drafts(is_open=not self.prefills.has_work)
@@ -277,6 +277,7 @@ class Scheduler:
             step_ms=self.background.step_ms(self._step_ms),
             max_tokens=self.background.max_tokens(self._max_batched_tokens, num_tokens),
             alone=not chunks and num_prompts == 1 and not self.background.is_short,
+            max_chunks=self.background.max_chunks,
         )
         chunks += self.prefills.plan(budget, self.step)
         return load

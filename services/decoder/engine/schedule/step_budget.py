@@ -4,6 +4,8 @@
 into the time that a step may last.
 """
 
+import sys
+
 from services.decoder.engine.schedule.step_cost import Limit, StepCost, StepLoad
 
 # The steps of a prompt that is alone may last this many times as long, because they delay only
@@ -20,13 +22,22 @@ class StepBudget:
         step_ms: milliseconds that a step may last.
         max_tokens: the most tokens that a step may compute.
         alone: True if the engine has a single prompt and no decodes.
+        max_chunks: the most prompts of which the step computes tokens.
     """
 
     def __init__(
-        self, cost: StepCost, load: StepLoad, *, step_ms: float, max_tokens: int, alone: bool
+        self,
+        cost: StepCost,
+        load: StepLoad,
+        *,
+        step_ms: float,
+        max_tokens: int,
+        alone: bool,
+        max_chunks: int = sys.maxsize,
     ) -> None:
         self._cost = cost
         self._load = load
+        self._num_chunks, self._max_chunks = 0, max_chunks
         # `min_chunk` tokens of prompts may be computed even if the step then lasts longer than its
         # bound, because prompts would otherwise never advance beside many decodes.
         factor = _LONE_PROMPT_FACTOR if alone else 1
@@ -48,13 +59,15 @@ class StepBudget:
     @property
     def is_spent(self) -> bool:
         """True if not one token of a prompt fits into the step any more."""
+        if self._num_chunks == self._max_chunks:
+            return True
         return not self._cost.fitting_tokens(self._load, 0, self._limit)
 
     def exceeds_step(self, num_tokens: int) -> bool:
         """Returns whether a chunk of `num_tokens` tokens would be too long for a step that computes
-        no other prompt.
+        no other prompt. False if no step may compute another prompt, which then need not wait.
         """
-        return num_tokens > self._longest_chunk
+        return self._max_chunks > 1 and num_tokens > self._longest_chunk
 
     def reserve_half(self) -> None:
         """Makes half of the budget unavailable, until `release_half` is called."""
@@ -73,3 +86,4 @@ class StepBudget:
     def spend(self, start: int, length: int) -> None:
         """Uses budget for the tokens [start, start + length) of a prompt."""
         self._load.add_chunk(start, length)
+        self._num_chunks += 1
