@@ -85,6 +85,7 @@ from services.decoder.operations.ops import Ops, PlainOps, create_ops
 logger = logging.getLogger(__name__)
 
 _CPU_KV_CACHE_BYTES = 512 << 20
+_CONTEXT = 8192  # cached tokens behind which steps warm up
 _ADAPTER_RANK = 16  # largest rank of adapters that are loaded later, if nothing says otherwise
 
 
@@ -541,7 +542,11 @@ def _warm_up(
     *,
     with_graphs: bool,
 ) -> None:
-    """Runs decode, prefill and mixed steps, and each way of sampling, once."""
+    """Runs decode, prefill and mixed steps, and each way of sampling, once.
+
+    Steps behind a long context run without graphs, and so by other kernels than those without. A
+    user's first long prompt would wait for the kernels that did not run here.
+    """
     info = runner.info
     longest = min(info.max_batched_tokens, info.max_model_len)
     steps = [[1], [2], [1, 2]]
@@ -549,11 +554,16 @@ def _warm_up(
         counts = {1, 128, 256, info.max_num_sequences - 1}
         steps += [[1] * decodes + [longest - decodes] for decodes in sorted(counts)]
     num_rows, num_tokens = info.max_num_sequences, info.max_batched_tokens
-    steps = [s for s in steps if len(s) <= num_rows and sum(s) <= num_tokens and s[-1] > 0]
+    fit = [s for s in steps if len(s) <= num_rows and sum(s) <= num_tokens and s[-1] > 0]
+    behind = [[1] * decodes + [n] for decodes in (0, 1, 8) for n in (128, 1024)]
+    behind = [s for s in behind if info.on_gpu and len(s) <= num_rows and sum(s) <= longest]
     differ = True
     while differ:
-        for lengths in steps:
+        for lengths in fit:
             runner.computer.forward_scratch(lengths)
+        for lengths in behind:
+            num_cached = min(_CONTEXT, info.max_model_len - lengths[-1])
+            runner.computer.forward_scratch(lengths, num_cached)
         runner.sample_scratch(1)
         differ = _agree(model.ops, ranks)
     if with_graphs and backend.captures("decodes"):

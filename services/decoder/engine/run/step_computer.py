@@ -283,17 +283,18 @@ class StepComputer:
                 self.graphs.remove(graphs)
 
     @torch.inference_mode()
-    def forward_scratch(self, lengths: list[int]) -> None:
+    def forward_scratch(self, lengths: list[int], num_cached: int = 0) -> None:
         """Runs model and head over sequences of meaningless tokens in the scratch block.
 
         The run warms kernels up and shows how much memory a step takes.
 
         Args:
             lengths: number of tokens of each sequence.
+            num_cached: number of cached tokens before those of each sequence.
         """
-        steps = [self.scratch(lengths)]
+        steps = [self.scratch(lengths, num_cached)]
         if self.model.adapters is not None:
-            steps.append(self.scratch(lengths).for_adapters())
+            steps.append(self.scratch(lengths, num_cached).for_adapters())
         for each in steps:
             step = self.stage_inputs(each)
             self.staging.upload()
@@ -301,9 +302,9 @@ class StepComputer:
             hidden = self.forward(step, self.staging.device(step.places.sampled_tokens))
             self.model.ops.greedy(self.model.logits(hidden))
 
-    def scratch(self, lengths: list[int]) -> StepInputs:
-        """Returns a step of meaningless sequences of these lengths."""
-        return StepInputs.scratch(lengths, self.scratch_row, self.max_blocks)
+    def scratch(self, lengths: list[int], num_cached: int = 0) -> StepInputs:
+        """Returns a step of meaningless sequences of these lengths behind cached tokens."""
+        return StepInputs.scratch(lengths, self.scratch_row, self.max_blocks, num_cached)
 
 
 def _max_chunks(info: EngineInfo) -> int:

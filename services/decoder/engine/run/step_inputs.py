@@ -170,16 +170,19 @@ class StepInputs:
         return self
 
     @staticmethod
-    def scratch(lengths: list[int], scratch_row: int, max_blocks: int) -> "StepInputs":
+    def scratch(
+        lengths: list[int], scratch_row: int, max_blocks: int, num_cached: int = 0
+    ) -> "StepInputs":
         """Returns a step of meaningless sequences, all of them in the scratch row.
 
         Args:
             lengths: number of tokens of each sequence.
             scratch_row: number of the scratch row.
             max_blocks: number of blocks of a row.
+            num_cached: number of cached tokens before those of each sequence.
         """
         count, zeros = len(lengths), np.zeros(sum(lengths), np.int32)
-        rows, starts = np.full(count, scratch_row), np.zeros(count, np.int64)
+        rows, starts = np.full(count, scratch_row), np.full(count, num_cached, np.int64)
         step = ComputeStep(rows, starts, np.array(lengths), 0, np.arange(count), zeros)
         step.positions = np.stack((zeros, zeros, zeros))
         inputs = _chunks(step, max_blocks)
