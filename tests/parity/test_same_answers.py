@@ -24,7 +24,7 @@ from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingPar
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.pending_step import Readback
 from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
-from services.decoder.engine.schedule import chunk
+from services.decoder.engine.schedule import batch
 from services.decoder.engine.schedule.chunk import Chunk
 from tests.cases import THOROUGH, cases, first
 from tests.engine_harness import Untimed, small_pieces
@@ -256,18 +256,20 @@ def test_positions_behind_images_are_those_of_the_drafts(
     request: pytest.FixtureRequest, bench: Bench, alone: dict[int, list[int]]
 ) -> None:
     """A control: drafts behind images whose positions are those of a first token change answers."""
-    fill = chunk._fill_positions
+    known_tokens = batch.known_tokens
 
-    def fill_wrongly(each: Chunk, positions: np.ndarray) -> None:
-        fill(each, positions)
-        if each.num_before and each.sequence.message.position_delta:
-            positions[:] = 0
+    def fill_wrongly(chunks: list[Chunk]) -> tuple[np.ndarray, np.ndarray]:
+        token_ids, positions = known_tokens(chunks)
+        lengths = [each.length for each in chunks]
+        wrong = [bool(each.num_before and each.sequence.message.position_delta) for each in chunks]
+        positions[:, np.repeat(wrong, lengths)] = 0
+        return token_ids, positions
 
     engine = bench.engine(max_drafts=4, max_num_sequences=5 * NUM_REQUESTS)
     engine.speculation.sources = KnownSources(
         lambda message, index: from_answer(message, alone[message.sequence_id], index), 1.0
     )
-    with mock.patch.object(chunk, "_fill_positions", fill_wrongly):
+    with mock.patch.object(batch, "known_tokens", fill_wrongly):
         found = bench.ask(engine, range(NUM_REQUESTS))
     changed = {number for number in found if found[number] != alone[number]}
     seeing = {n for n in range(NUM_REQUESTS) if bench.questions[n].message.position_delta}
