@@ -6,6 +6,8 @@ that of the 8B in bf16 on one H200, and the engine learns it from the steps. Req
 tokens as `LineTurns` allows.
 """
 
+import bisect
+import math
 import random
 from dataclasses import dataclass, field
 from functools import cache
@@ -191,7 +193,7 @@ class Simulation:
             if self._has_batch:
                 self._add_lines()
             if engine.waits:
-                device.now += POLL_MS
+                self._wait(min(end, *self._arrivals[:1], self._ticked_at + TICK_MS))
             elif engine.has_work:
                 self.step()
             else:
@@ -200,6 +202,21 @@ class Simulation:
         self.day.first_ms.sort()
         self.day.busy = device.busy_ms / device.now
         return self.day
+
+    def _wait(self, until: float) -> None:
+        """Looks at messages until the engine waits no longer, or `until` is over. Bisects the looks:
+        while nothing arrives, only time ends the wait, and a wait that has ended does not begin
+        again.
+        """
+        device, start = self.device, self.device.now
+
+        def has_ended(num_looks: int) -> bool:
+            device.now = start + POLL_MS * num_looks
+            return not self.engine.waits
+
+        most = max(1, math.floor((until - start) / POLL_MS) + 1)
+        num_looks = 1 + bisect.bisect_left(range(1, most), True, key=has_ended)
+        device.now = start + POLL_MS * num_looks
 
     def step(self) -> None:
         """Runs a step, and notes the first tokens of requests and the ends of lines."""
