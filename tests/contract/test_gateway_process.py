@@ -81,7 +81,7 @@ def test_sigterm_ends_running_streams_and_refuses_new_requests(fakes, tmp_path):
     # The grace period cuts no stream however busy the machine is, and clients that have kept their
     # connections are served for five seconds.
     with gateway(fakes, tmp_path, GATEWAY_SHUTDOWN_GRACE_S="600") as (process, client):
-        decoder.reply, decoder.delay_s = [40] * 2000, 0.1
+        decoder.reply, decoder.delay_s = [40] * 400, 0.5
         texts = []
 
         def stream():
