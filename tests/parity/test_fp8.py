@@ -25,6 +25,7 @@ from services.common.nn.formats import rows_of
 from services.decoder.operations import table
 from services.decoder.operations.ops import Ops
 from services.decoder.operations.table import KernelFacts, Row
+from tests.cases import THOROUGH
 from tests.decoder_harness import Harness
 from tests.fp8_checkpoints import FORMATS, FP8_BLOCK, write
 from tests.parity.oracle import largest_difference as error
@@ -38,6 +39,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # and a few such roundings are less than this; leaving quantization out makes a difference of 3.
 W8A8_TOLERANCE = 0.5
 PARTS = ("q_proj", "k_proj", "v_proj")  # of the largest merged layer
+
+# Blocks, channels and whole matrices, and each name of the list of unquantized modules: for what
+# does not depend on how a format is read. `make nightly` has all formats.
+SOME_FORMATS = list(FORMATS) if THOROUGH else ["fp8-block", "compressed-channel", "auto-fp8"]
 
 model, _ = fixtures(write, tuple(SHAPES))
 
@@ -72,7 +77,8 @@ def test_text_families_agree(family: str, name: str, tmp_path: Path) -> None:
     assert error(model.expected(model.original), expected) > CLEARLY_WRONG
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SOME_FORMATS)
 def test_a_quantized_lm_head_agrees(untied: Quantized, name: str) -> None:
     model = untied
     config = FORMATS[name][0]
@@ -164,7 +170,8 @@ def kernels_as_twins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return called
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SOME_FORMATS)
 def test_fused_operations_agree(
     untied: Quantized, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +243,8 @@ class QuantizingLinear(torch.nn.Linear):
         return F.linear(torch.cat(blocks, -1), self.weight, self.bias)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SOME_FORMATS)
 def test_quantized_activations_agree(
     model: Quantized, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +272,8 @@ def test_quantized_activations_agree(
 # Controls: what is read wrongly is seen.
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SOME_FORMATS)
 @pytest.mark.parametrize("fault", ["dropped", "transposed"])
 def test_control_scales(
     model: Quantized, name: str, fault: str, monkeypatch: pytest.MonkeyPatch
