@@ -234,7 +234,7 @@ class Simulation:
     def add(self, length: int, *, background: bool) -> int:
         """Adds a request or a line, and returns its number."""
         self._number += 1
-        tokens = [self._rng.randrange(97) for _ in range(length)]
+        tokens = self._rng.choices(range(97), k=length)
         tenant = "x/batch" if background else "x"
         if background:
             self._lines.add(self._number)

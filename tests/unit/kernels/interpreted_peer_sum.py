@@ -1,4 +1,4 @@
-"""Run by test_peer_sum.py with TRITON_INTERPRET=1, which Triton reads when it is imported.
+"""Run by interpreted.py.
 
 One rank runs; the others' terms are written where their launches would have written them, before.
 In float16: the interpreter rounds no bfloat16.

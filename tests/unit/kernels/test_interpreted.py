@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # `make test` leaves out the weight formats.
 PROCESSES = [
     ["kernels", "adapters"],
-    first(2, ["tower", "delta_rule", "fp8_cache", "packed", "fp8"]),
+    first(3, ["tower", "delta_rule", "peer_sum", "fp8_cache", "packed", "fp8"]),
 ]
 
 
