@@ -10,6 +10,7 @@ import pytest
 from services.common.embeddings.shared_memory import ForeignMemory, MemoryAddress, NotReadable
 from services.common.errors import InvalidRequest, InvalidVideo, Overloaded, VideoNotHeld
 from services.encoder.decoding.clips.clip_pool import DecoderLost
+from services.encoder.front import video_store
 from services.encoder.front.admission import NOBODY, Share
 from services.encoder.front.file_copier import FileCopier
 from services.encoder.front.probe_queue import ProbeQueue
@@ -192,9 +193,10 @@ async def test_what_says_nothing_of_a_file_is_not_remembered(
 
 
 async def test_refusals_that_are_remembered_are_bounded(
-    videos: VideoStore, clips: FakeClips
+    videos: VideoStore, clips: FakeClips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [b"%d" % number for number in range(4098)]
+    monkeypatch.setattr(video_store, "_MAX_REFUSED", 64)
+    files = [b"%d" % number for number in range(64 + 2)]
     clips.errors |= dict.fromkeys(files, InvalidVideo("too long"))
     for file in files:
         with pytest.raises(InvalidVideo):
