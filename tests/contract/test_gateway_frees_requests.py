@@ -106,7 +106,7 @@ def count() -> Counter[str]:
     kinds = Counter(map(type, gc.get_objects()))
     failures = TriptychError | grpc.aio.AioRpcError
     errors = sum(number for kind, number in kinds.items() if issubclass(kind, failures))
-    return +Counter({kind.__name__: kinds[kind] for kind in KEPT}, errors=errors)
+    return +Counter({"errors": errors} | {kind.__name__: kinds[kind] for kind in KEPT})
 
 
 @pytest.mark.parametrize("stream", STREAMS)

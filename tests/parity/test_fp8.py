@@ -7,6 +7,7 @@ blocks or partial ones, and merged layers have parts that end inside a block.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -234,10 +235,10 @@ class QuantizingLinear(torch.nn.Linear):
 
     columns: int = 0  # of a block; 0: all
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = self.columns or x.shape[-1]
+    def forward(self, input: Tensor) -> Tensor:
+        wide = self.columns or input.shape[-1]
         blocks = []
-        for block in x.split(wide, -1):
+        for block in input.split(wide, -1):
             scale = block.abs().amax(-1, keepdim=True) / 448
             blocks.append((block / scale).to(torch.float8_e4m3fn).float() * scale)
         return F.linear(torch.cat(blocks, -1), self.weight, self.bias)
@@ -287,7 +288,7 @@ def test_control_scales(
         if len(scale.unique()) <= len(PARTS):  # of whole matrices
             scale = torch.ones_like(scale) if fault == "dropped" else scale * 1.5
         elif fault == "dropped":
-            scale = torch.full_like(scale, scale.mean())
+            scale = torch.full_like(scale, float(scale.mean()))
         elif scale.shape[1] > 1:
             scale = scale.t().reshape(scale.shape)
         else:
@@ -395,7 +396,7 @@ def test_dummy_weights_are_quantized_as_the_configuration_says(model: Quantized)
     directory, _ = model.write("compressed-block")
     (directory / "model.safetensors").unlink()
     runner = Harness(directory, load_format="dummy").runner
-    layer = runner.computer.model.layers[0]  # type: ignore[attr-defined]
+    layer: Any = runner.computer.model.layers[0]  # type: ignore[attr-defined]
     assert layer.mlp.down_proj.weight_format == "fp8_block"
     projection = layer.mlp.down_proj
     weight = fp8_weight.dequantize(projection.method.weight(projection), torch.float32)

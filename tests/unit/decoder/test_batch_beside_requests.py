@@ -204,7 +204,7 @@ class Simulation:
         return self.day
 
     def _wait(self, until: float) -> None:
-        """Looks at messages until the engine waits no longer, or `until` is over. Bisects the looks:
+        """Looks at messages until the engine waits no longer, or until a time. Bisects the looks:
         while nothing arrives, only time ends the wait, and a wait that has ended does not begin
         again.
         """

@@ -1,4 +1,4 @@
-"""The sum over ranks: compiled, and by which way. `test_interpreted.py` compares it with its twin."""
+"""The sum over ranks: compiled, and by which way. `interpreted_peer_sum.py` has its result."""
 
 from dataclasses import replace
 
