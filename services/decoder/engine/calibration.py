@@ -1,5 +1,6 @@
 """Calibration: times steps of a loaded model, so that its `StepCost` is right from the start."""
 
+import logging
 import math
 import os
 import statistics
@@ -27,16 +28,20 @@ _GROWTH = 4
 _SIZES = 896, 960, 1024, 1152, 1280, *range(1408, 2048, 128), 2048, 3072, 4096, 6144, 8192
 # The longest prompt of these steps, and the context of each decode beside the prompts.
 _PROMPT = _CONTEXT = 1024
-# Number of steps of each size, one right behind the other, and of those that do not count. A GPU at
-# its power limit lowers its clock after some steps, and lowers it more if tiles fill all SMs.
-_STEPS, _SETTLING = 8, 3
+# Sizes are timed in so many rounds, in each of which every size has some steps, one right behind
+# the other: at most so many in all rounds together, and at least so many in each round. Where they
+# would take too long, the largest sizes are left out.
+_SIZE_ROUNDS, _STEPS, _LEAST_STEPS = 3, 8, 2
 # A model for search is at full load for as long as documents are embedded. Milliseconds of load
 # before its first size, and the least milliseconds of each size.
 _HEAT_MS, _SIZE_MS = 500, 250
 # The time for sizes is this many times the time for the other steps, and for a model for search.
 _SIZES_SHARE, _SEARCH_SIZES_SHARE = 2, 4
-# A time per token up to this many times the least is as good as the least.
-_NEARLY = 1.03
+# A time per token up to this many times the least is as good as the least, and a size up to this
+# many times another one delays tokens as little.
+_NEARLY, _ALIKE = 1.03, 1.125
+
+log = logging.getLogger("services.decoder.engine")
 
 
 class _Timings(StepCost):
@@ -119,43 +124,116 @@ def measured_cost(
 def _efficient_tokens(
     runner: Runner, cost: StepCost, budget_s: float, step_ms: float, clock: Clock
 ) -> int:
-    """Returns the smallest size of a step that takes nearly the least time per token.
-
-    Sizes are compared that last at most `step_ms`, with decodes beside the prompts unless the model
-    is one for search. If the largest of them is the best, there is no bound, and the result is
-    `sys.maxsize`.
+    """Returns the size of a step that takes nearly the least time per token, see `_best_size`.
 
     A GPU's GEMM tiles fill all SMs only at some sizes: a step of 1,056 tokens of an 8B model takes
     a sixth longer than a step of 1,024 tokens. Several steps of a size are timed one right behind
-    the other, because a GPU is slower under load than in a single step. For a model for search, the
-    load before the first size and that of each size last long enough for its power limit to hold.
+    the other, because a GPU is slower under load than in a single step.
+
+    The median of three rounds counts, see `_merged`, so that the choice hardly depends on a clock
+    that falls meanwhile, or on another process that uses the GPU during one round. For a model for
+    search there is one round: the load before the first size and that of each size last long enough
+    for the GPU's power limit to hold.
     """
     timings, info = _SizeTimings(), runner.info
     is_search = info.task != "generate"
-    rows, size_ms = (0, _SIZE_MS) if is_search else (_ROWS, 0)
+    sizes = _predicted_sizes(runner, cost, step_ms)
+    num_rounds = 1 if is_search else _SIZE_ROUNDS
+    while not is_search and _LEAST_STEPS * num_rounds * sum(sizes.values()) > 1e3 * budget_s:
+        sizes.popitem()
     engine = _engine(runner, timings, clock)
-    began, ms_per_token = clock(), dict[int, float]()
+    end, rounds = clock() + budget_s, list[dict[int, float]]()
+    for number in range(num_rounds):
+        # If steps are slower than predicted, the later rounds have fewer of them.
+        share_ms = 1e3 * (end - clock()) / (num_rounds - number)
+        fitting = int(share_ms / max(1e-3, sum(sizes.values())))
+        num_steps = max(_LEAST_STEPS, min(fitting, (_STEPS + number) // num_rounds))
+        ms_per_token = dict[int, float]()
+        for size, ms in sizes.items():
+            if is_search:
+                heat_ms = 0 if ms_per_token else _HEAT_MS
+                num_steps = max(_STEPS, math.ceil((_SIZE_MS + heat_ms) / max(ms, 1.0)))
+            if num_steps * ms > 1e3 * (end - clock()):
+                break
+            ms_per_token[size] = _timed_size(engine, timings, size, num_steps) / size
+        # The first round counts even if there was not enough time for all of its sizes.
+        if not number or len(ms_per_token) == len(sizes):
+            rounds.append(ms_per_token)
+        if len(ms_per_token) < len(sizes):
+            fields = {"whole_rounds": number, "sizes": len(rounds[0])}
+            log.info("not all sizes of steps were timed", extra={"fields": fields})
+            break
+        sizes |= {size: size * ms for size, ms in ms_per_token.items() if ms < math.inf}
+    return _best_size(_merged(rounds), alike=1.0 if is_search else _ALIKE)
+
+
+def _predicted_sizes(runner: Runner, cost: StepCost, step_ms: float) -> dict[int, float]:
+    """Returns the sizes to compare, and the predicted milliseconds of prompts of so many tokens.
+
+    With decodes beside the prompts, unless the model is one for search, they last at most
+    `step_ms`.
+    """
+    info, sizes = runner.info, dict[int, float]()
+    rows = 0 if info.task != "generate" else _ROWS
     most = min(info.max_batched_tokens, info.num_blocks * info.block_size)
     for size in [size for size in _SIZES if size <= most]:
         count = -(-size // _PROMPT)
-        served = StepLoad(rows, keys=rows * _CONTEXT)
+        load, served = StepLoad(), StepLoad(rows, keys=rows * _CONTEXT)
         for _ in range(count):
+            load.add_chunk(0, size // count)
             served.add_chunk(0, size // count)
-        ms, left_ms = cost.predict(served), 1e3 * (budget_s + began - clock())
         fits = count <= info.max_num_sequences and size // count < info.max_model_len
-        heat_ms = _HEAT_MS if is_search and not ms_per_token else 0
-        steps = max(_STEPS, math.ceil((size_ms + heat_ms) / max(ms, 1.0)))
-        if not fits or ms > step_ms or steps * ms > left_ms:
+        if not fits or cost.predict(served) > step_ms:
             break
-        timings.ms, timings.efficient_tokens = [], size
-        _run(engine, steps * count, size // count, num_tokens=1)
-        # With too few blocks, the prompts were computed in two steps, neither of which is this
-        # size.
-        settling = max(_SETTLING, len(timings.ms) // 2 if is_search else 0)
-        ms_per_token[size] = statistics.median(timings.ms[settling:] or [math.inf]) / size
+        sizes[size] = cost.predict(load)
+    return sizes
+
+
+def _timed_size(engine: Engine, timings: _SizeTimings, size: int, steps: int) -> float:
+    """Returns the median milliseconds of the later half of some steps of one size.
+
+    Infinite if there were none: with too few blocks, the prompts were computed in two steps,
+    neither of which has this size.
+    """
+    count = -(-size // _PROMPT)
+    timings.ms, timings.efficient_tokens = [], size
+    _run(engine, steps * count, size // count, num_tokens=1)
+    return statistics.median(timings.ms[len(timings.ms) // 2 :] or [math.inf])
+
+
+def _merged(rounds: list[dict[int, float]]) -> dict[int, float]:
+    """Returns the time of each size: the median over rounds, without what slowed a whole round.
+
+    If the clock falls in the second of three rounds, the sizes before have two fast rounds, and the
+    sizes after it two slow ones. Divided by how slow their rounds are, two of three rounds agree.
+    Of two rounds, the shorter time counts.
+    """
+    low = statistics.median_low
+    medians = {size: low([ms[size] for ms in rounds]) for size in rounds[0]}
+    finite = [size for size, ms in medians.items() if ms < math.inf]
+    slow = [low([ms[size] / medians[size] for size in finite] or [1.0]) for ms in rounds]
+    return {
+        size: low([ms[size] / by for ms, by in zip(rounds, slow, strict=True)]) for size in medians
+    }
+
+
+def _best_size(ms_per_token: dict[int, float], alike: float) -> int:
+    """Returns the size to which steps are bounded, or `sys.maxsize` for no bound.
+
+    Sizes within 3 % of the least time per token are equally good, because measured times do not
+    tell them apart. The smallest of them is taken, whose steps delay tokens the least, or the
+    largest of them that is at most `alike` times as large. There is no bound if the largest size
+    is the only good one.
+
+    Args:
+        ms_per_token: milliseconds per token of each size, from the smallest size to the largest.
+        alike: factor up to which a larger size delays tokens as little.
+    """
     nearly = _NEARLY * min(ms_per_token.values(), default=0.0)
-    best = next((size for size, ms in ms_per_token.items() if ms <= nearly), sys.maxsize)
-    return best if best < max(ms_per_token, default=0) else sys.maxsize
+    good = [size for size, ms in ms_per_token.items() if ms <= nearly]
+    if not good or good[0] == max(ms_per_token):
+        return sys.maxsize
+    return max(size for size in good if size <= alike * good[0])
 
 
 def _engine(runner: Runner, timings: StepCost, clock: Clock) -> Engine:
