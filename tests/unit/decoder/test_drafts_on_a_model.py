@@ -368,6 +368,9 @@ CONTROLS = {
 }
 
 
+# The rules are those of whole prompts and of prompts in chunks.
+@pytest.mark.thorough
+@pytest.mark.parametrize("bench", first(1, [40, 2048]), indirect=True)
 @pytest.mark.parametrize("rule", CONTROLS)
 def test_an_answer_changes_if_a_rule_is_dropped(bench: Bench, rule: str) -> None:
     # More drafts are right where an answer ends among them.
