@@ -19,6 +19,7 @@ from benchmarks import grammar_fuzz
 from benchmarks.grammar_hostile import dies
 from services.common.errors import from_code
 from services.common.pb import decoder_pb2 as pb
+from services.common.process.channel import FrontChannel
 from services.common.process.engine_watch import is_stopped
 from services.common.process.work_limits import SLACK_BYTES, resident_bytes
 from services.decoder.masks.grammar import GrammarSource
@@ -285,15 +286,24 @@ async def test_a_compile_process_that_is_killed_is_replaced(decoder):
 
 
 @pytest.mark.parametrize("num_deaths", [1, 2])
-async def test_a_grammar_whose_process_is_killed_is_tried_once_more(decoder, num_deaths):
-    compilers = decoder.masks.compilers
+async def test_a_grammar_whose_process_is_killed_is_tried_once_more(
+    decoder, num_deaths, monkeypatch
+):
+    compilers, sent, send = decoder.masks.compilers, [], FrontChannel.send
+
+    def noted(channel, *messages):
+        send(channel, *messages)
+        sent.extend(each for each in messages if isinstance(each, GrammarSource))
+
     async with Gateway(decoder) as gateway:
         await answer(gateway, 1, grammar("REGEX", "a{3}"))
         stop_lanes(compilers.process.process.pid)
+        monkeypatch.setattr(FrontChannel, "send", noted)
         await ask(gateway, 2, grammar("REGEX", "a{5}"))
         decoder.launcher.num_stopped = num_deaths - 1  # no other but the last compiles it
-        for _ in range(num_deaths):
-            await until(lambda: compilers.num_in_work == 1)
+        for number in range(num_deaths):
+            # A process that ends before it is sent the grammar is not counted.
+            await until(lambda number=number: len(sent) == number + 1)
             killed = compilers.process.process
             killed.kill()
             await until(lambda killed=killed: compilers.process.process is not killed)
