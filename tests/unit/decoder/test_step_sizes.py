@@ -21,6 +21,8 @@ pytestmark = pytest.mark.thorough
 _DISTURBED_S = 0.3
 # Tokens of a step that is a load, and how many times longer a step lasts once the clock fell.
 _LOAD, _FALLS = 800, 1.05
+# Of the few seeds of `make test`, so many more may choose another size than their share says.
+_CHANCE = 2
 
 
 @dataclass(slots=True)
@@ -105,7 +107,7 @@ def test_engines_of_the_same_kind_choose_the_same_size(
     sizes = Counter(
         chosen(device_of("8b", seed, noise, is_disturbed=is_disturbed)) for seed in range(count)
     )
-    assert sizes[960] >= share * count, sizes
+    assert sizes[960] >= share * count - _CHANCE, sizes
     assert sizes[960] + sizes[896] >= 0.98 * count, sizes
 
 
