@@ -28,9 +28,9 @@ _GROWTH = 4
 _SIZES = 896, 960, 1024, 1152, 1280, *range(1408, 2048, 128), 2048, 3072, 4096, 6144, 8192
 # The longest prompt of these steps, and the context of each decode beside the prompts.
 _PROMPT = _CONTEXT = 1024
-# Sizes are timed in so many rounds, in each of which every size has some steps, one right behind
-# the other: at most so many in all rounds together, and at least so many in each round. Where they
-# would take too long, the largest sizes are left out.
+# Number of rounds in which all sizes are timed, the most steps of a size in all rounds together,
+# and the least in each round. The steps of a round run one right behind the other. Where the least
+# number of steps would take too long, the largest sizes are left out.
 _SIZE_ROUNDS, _STEPS, _LEAST_STEPS = 3, 8, 2
 # A model for search is at full load for as long as documents are embedded. Milliseconds of load
 # before its first size, and the least milliseconds of each size.
@@ -130,10 +130,10 @@ def _efficient_tokens(
     a sixth longer than a step of 1,024 tokens. Several steps of a size are timed one right behind
     the other, because a GPU is slower under load than in a single step.
 
-    The median of three rounds counts, see `_merged`, so that the choice hardly depends on a clock
-    that falls meanwhile, or on another process that uses the GPU during one round. For a model for
-    search there is one round: the load before the first size and that of each size last long enough
-    for the GPU's power limit to hold.
+    The median of three rounds counts (`_merged`). Neither a clock that falls meanwhile nor another
+    process on the GPU during one round changes the choice much. For a model for search there is one
+    round: the load before the first size and that of each size last long enough for the GPU's power
+    limit to hold.
     """
     timings, info = _SizeTimings(), runner.info
     is_search = info.task != "generate"

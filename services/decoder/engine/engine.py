@@ -246,7 +246,7 @@ class Engine:
             self._launch_gate.launched(launch_s)
             if len(self.pending) > 1:
                 _, before, pending = self.pending[0]
-                self._times.launched(batch, launch_s, before, is_done=pending.is_done())
+                self._times.launched(batch, launch_s, before, is_late=pending.is_done())
         if self.pending and (not self._overlap or not batch.chunks or len(self.pending) > 1):
             _, oldest, pending = self.pending[0]
             output = pending.result()

@@ -41,18 +41,18 @@ class StepTimes:
         if not in_flight:
             self._busy_since = now
 
-    def launched(self, batch: Batch, seconds: float, before: Batch, *, is_done: bool) -> None:
-        """Notes that a step was planned and launched behind another one in flight.
+    def launched(self, batch: Batch, seconds: float, before: Batch, *, is_late: bool) -> None:
+        """Notes that a step was launched while the step before it was not read yet.
 
         Args:
             batch: plan of the step.
             seconds: time in which the host has planned and launched the step.
             before: plan of the step before.
-            is_done: True if the device has computed the step before already.
+            is_late: True if the device had computed the step before when the launch ended.
         """
         if batch.load is not None:
-            before.was_early = is_done
-            self.cost.launched(1e3 * seconds, is_late=is_done)
+            before.is_next_late = is_late
+            self.cost.launched(1e3 * seconds, is_late=is_late)
 
     def expected_end(self, batch: Batch) -> float:
         """Returns when the device should have computed a step, by the engine's clock.
@@ -97,7 +97,7 @@ class StepTimes:
         if load is None and is_used:
             load = _load_of_decodes(batch)
         if load is not None and not batch.late and not batch.has_loads:
-            may_be_shorter = batch.was_early and 0 < self.cost.predict(load) < ms
+            may_be_shorter = batch.is_next_late and 0 < self.cost.predict(load) < ms
             if not may_be_shorter:
                 self.cost.observe(load, ms)
         return whole_ms

@@ -66,7 +66,7 @@ class EncoderServicer(Servicer):
         videos: the video files that gateways have sent.
         client_embeddings: the writer of embeddings that clients have computed themselves.
         files: the files that clients have uploaded.
-        takes_videos: whether the model takes videos.
+        takes_videos: True if the model takes videos.
         max_read_bytes: the most bytes of messages and files in transit; see `MessageReader`.
 
     Attributes:

@@ -42,8 +42,8 @@ class Batch:
         num_head_drafts: see `ComputeStep.num_head_drafts`.
         may_have_adapters: False if no sequence has an adapter, so that `to_step` looks for none.
         has_loads: True if the step copies blocks from the host, whose time is not that of its load.
-        was_early: True if the device had computed the step before the host had launched the next
-            one, which has prompts.
+        is_next_late: True if the next step has prompts, and the host launched it only after the
+            device had computed this one.
     """
 
     chunks: list[Chunk]
@@ -58,7 +58,7 @@ class Batch:
     num_head_drafts: int = 0
     may_have_adapters: bool = True
     has_loads: bool = False
-    was_early: bool = False
+    is_next_late: bool = False
 
     def to_step(self) -> Step:
         """Returns the step as arrays.
