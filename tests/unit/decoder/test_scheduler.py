@@ -251,7 +251,7 @@ def test_prompts_are_cut_to_fit_the_steps_time():
     scheduler = scheduler_of(blocks=2000, budget=4096, length=4000, step_ms=40.0, cost=cost_of(0.1))
     add(scheduler, 1, 2000)
     assert step(scheduler) == [(1, 0, 1536)]  # alone
-    add(scheduler, 2, 2000)
+    add(scheduler, 2, 400)
     assert step(scheduler) == [(2, 0, 197), (1, 1536, 187)]  # too long: half for those behind
     while scheduler.prefills.prefilling:
         found = step(scheduler)
@@ -260,13 +260,33 @@ def test_prompts_are_cut_to_fit_the_steps_time():
     assert step(scheduler)[-1] == (3, 0, 382)
 
 
+def test_a_long_prompt_waits_for_a_long_prompt_that_needs_no_more_tokens():
+    """Two halves of long prompts would take longer than two whole steps, and both would end late.
+    Shorter prompts, and long prompts that need fewer tokens, do not wait.
+    """
+    scheduler = scheduler_of(blocks=2000, budget=4096, length=4000, step_ms=40.0, cost=cost_of(0.1))
+    add(scheduler, 1, 3000)
+    add(scheduler, 2, 3000)
+    assert step(scheduler) == [(1, 0, 384)]
+    add(scheduler, 3, 100)
+    assert step(scheduler) == [(1, 384, 384)]  # the short prompt is behind both
+    for start in range(768, 2688, 384):
+        assert step(scheduler) == [(1, start, 384)]
+    # The rest of the first prompt fits into a step, so the second prompt is the long one.
+    assert step(scheduler) == [(1, 2688, 312), (3, 0, 8), (2, 0, 64)]
+    other = scheduler_of(blocks=2000, budget=4096, length=4000, step_ms=40.0, cost=cost_of(0.1))
+    add(other, 1, 3000)
+    add(other, 2, 1000)
+    assert step(other) == [(2, 0, 197), (1, 0, 187)]
+
+
 def test_a_step_is_as_long_as_its_graph_even_if_little_is_left_for_the_last_chunk():
     """A step of 265 tokens would be padded to 320, which takes a fifth longer."""
     scheduler = scheduler_of(
         blocks=2000, rows=4, budget=4096, length=4000, step_ms=27.0, cost=cost_of(0.1)
     )
     for number in range(3):
-        add(scheduler, number, 1000)
+        add(scheduler, number, 1000 - number)
     assert step(scheduler) == [(1, 0, 132), (0, 0, 124)]
 
 

@@ -5,7 +5,7 @@ completion tokens so far are computed like tokens of its prompt.
 """
 
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.schedule.admission import Admission, latest
@@ -128,9 +128,11 @@ class Prefills:
     def plan(self, budget: StepBudget, step: int) -> list[Chunk]:
         """Returns the step's chunks of prompts, as many as the budget allows.
 
-        A prompt is long if its tokens do not fit into a whole step (`StepBudget`). The prompts
+        A prompt is long if its tokens do not fit into a whole step (`StepBudget`). Shorter prompts
         after the first long one would otherwise wait for it. Therefore they get one half of the
-        budget, and the long prompt gets the other half and what they have not used. Prompts of
+        budget, and the long prompt gets the other half and what they have not used. A prompt that
+        needs no fewer tokens than the long one waits for it, because two halves of long prompts
+        take longer than two whole steps: attention of small chunks leaves SMs idle. Prompts of
         overdue requests get up to half of the budget before all of them.
 
         Args:
@@ -140,16 +142,21 @@ class Prefills:
         self._step = step
         chunks: list[Chunk] = []
         overdue = self._plan_overdue(budget, chunks) if self.waiting.has_overdue else None
-        long, prompts = overdue, self._prompts()
+        long = overdue
+        prompts: Iterator[Sequence] = self._prompts()
         while True:
             while not budget.is_spent and (sequence := next(prompts, None)) is not None:
                 start = sequence.num_computed_tokens
                 # An overdue prompt may have a chunk already, which ends before its prompt does.
                 if sequence is long or sequence.last_prefill_step == step:
                     continue
-                if long is None and budget.exceeds_step(self._chunk_end(sequence, start) - start):
+                length = self._chunk_end(sequence, start) - start
+                if long is None and budget.exceeds_step(length):
                     long = sequence
                     budget.reserve_half()
+                elif long is not None and self._waits_for(long, length, budget):
+                    prompts = chain((sequence,), prompts)
+                    break
                 # If not even one token fits, a later prompt may still fit, because its next tokens
                 # may attend to fewer keys.
                 elif budget.fitting_tokens(start):
@@ -160,6 +167,15 @@ class Prefills:
             chunks += self._advance(long, budget)
             if long is not overdue:  # Otherwise, it may need less than the other half.
                 return chunks
+
+    def _waits_for(self, long: Sequence, length: int, budget: StepBudget) -> bool:
+        """Returns whether a prompt with `length` tokens left waits until `long` is computed."""
+        start = long.num_computed_tokens
+        return (
+            long.last_prefill_step != self._step
+            and budget.exceeds_step(length)
+            and length >= self._chunk_end(long, start) - start
+        )
 
     def _plan_overdue(self, budget: StepBudget, chunks: list[Chunk]) -> Sequence | None:
         """Appends chunks of overdue requests (`fair_queue`) for at most half of the budget. Returns
