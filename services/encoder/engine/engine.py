@@ -36,6 +36,7 @@ from services.common.errors import Cancelled, InternalError, Overloaded, Triptyc
 from services.common.process.channel import ChannelClosed, EngineChannel
 from services.common.process.heartbeat import Ping, Pong
 from services.common.threads import NamedThread
+from services.encoder.decoding.clips.questions import DECODER_THREADS
 from services.encoder.decoding.preprocess import Preprocessor
 from services.encoder.decoding.source import EMPTY_SOURCE
 from services.encoder.engine.batcher import Batcher
@@ -98,7 +99,9 @@ class Engine:
         self._awaited: queue.SimpleQueue[LaunchedBatch | None] = queue.SimpleQueue()
         # Jobs that have not ended, by id. The receiver adds them, and the loop removes them.
         self._jobs: dict[int, Job] = {}
-        self._videos = VideoQueue(self._unprepared, self._jobs, preprocessor, workers // 4)
+        # All lanes together have as many decoding threads as the pool may use for videos.
+        max_further = max(0, (workers - 1) // DECODER_THREADS - 1)
+        self._videos = VideoQueue(self._unprepared, self._jobs, preprocessor, max_further)
         self._launched: deque[LaunchedBatch] = deque()
         self._stopping = False
         self._num_images = 0

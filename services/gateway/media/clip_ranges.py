@@ -23,7 +23,7 @@ from services.common.geometry import Int32s, Unit
 _PIXEL_S, _PACKET_S, _BYTE_S, _START_S = 1.1e-9, 65e-6, 3e-9, 0.03
 # Most seconds between two encode calls that an idle encoder accepts.
 _CALL_S = 2e-3
-# Most segments of a range whose units are called in turn. An encoder with 16 cores decodes five
+# Most segments of a range whose units are called in turn. An encoder with 16 cores decodes eight
 # segments of a clip at the same time.
 _MAX_TOGETHER = 8
 

@@ -369,7 +369,7 @@ def test_free_threads_decode_a_video_from_its_key_frames() -> None:
             frames = 5 * job_id, 5 * job_id + 1
             running.front.send(EncodeImage(job_id, video, Unit(GRID, frames)))
             running.front.send(PlaceImage(job_id, 0))
-        # Two further lanes are a quarter of the threads.
+        # Three lanes of two decoding threads each, of the seven threads for videos.
         wait_until(lambda: sorted(running.preprocessor.decoded) == [(0, 1), (10, 11), (20, 21)])
         running.front.encode(10)
         assert running.front.codes(10) == [""]

@@ -27,7 +27,7 @@ from blake3 import blake3
 
 from services.common.errors import InvalidVideo
 from services.common.images.image_key import FRAME_DIGEST_BYTES
-from services.encoder.decoding.clips.questions import CORRUPT, MAX_FRAME_PIXELS
+from services.encoder.decoding.clips.questions import CORRUPT, DECODER_THREADS, MAX_FRAME_PIXELS
 
 MAX_FRAMES = 250_000
 # Most pixels of all frames of a video: nine minutes of 1080p at 60 frames per second.
@@ -60,7 +60,6 @@ _OVERLAP = 2
 _OVERLAP_BYTES = 1 << 20
 _RATE_SLACK = 0.02
 _DOMAIN = b"triptych/frame/v1"
-_THREADS = 2
 
 
 class Entry(NamedTuple):
@@ -246,7 +245,7 @@ def opened(data: memoryview) -> Generator[tuple[InputContainer, VideoStream]]:
         if codec.name not in _DECODERS:
             raise InvalidVideo(f"videos of the codec {codec.name} are not decoded here")
         check_size(codec.height, codec.width)
-        codec.thread_type, codec.thread_count = "AUTO", _THREADS
+        codec.thread_type, codec.thread_count = "AUTO", DECODER_THREADS
         codec.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
         yield container, stream
     finally:

@@ -11,6 +11,7 @@ from services.common.embeddings.shared_memory import MemoryAddress
 from services.common.geometry import Size
 
 MAX_FRAME_PIXELS = 4096 * 2304
+DECODER_THREADS = 2  # threads of FFmpeg that decode a video
 CORRUPT = "the video is truncated or corrupt"
 TOO_SLOW = "decoding the video takes too long"
 
