@@ -7,6 +7,7 @@ import sys
 from contextlib import closing, suppress
 from fractions import Fraction
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -81,6 +82,66 @@ def test_frames_from_a_key_frame_on_are_decoded_without_those_before(kind: str) 
         with closing(Frames(memoryview(data))) as frames:
             for index in range(start, 24):
                 assert np.array_equal(pixels(frames, index), expected[index]), index
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        "bframes=2",
+        "bframes=8:b-adapt=0:b-pyramid=none",
+        "bframes=3:b-adapt=0:b-pyramid=normal:ref=4",
+        "bframes=3:b-adapt=0:b-pyramid=strict:slices=3",
+        "bframes=3:b-adapt=0:open-gop=1",
+        "bframes=3:b-adapt=0:tff=1",
+    ],
+)
+@pytest.mark.parametrize("kind", ["mp4", "matroska", "transport stream"])
+def test_frames_to_which_no_frame_refers_are_not_decoded(kind: str, params: str) -> None:
+    """Pairs of frames have the pixels of a player, with any distance and with steps back."""
+    options = {"preset": "medium", "x264-params": f"log-level=-1:keyint=30:{params}"}
+    data = make(kind, frames=72, options=options)
+    expected, index = decoded(data), Index.decode(facts_of(data).index)
+    for apart in (1, 2, 5, 12):
+        with closing(Frames(memoryview(data), index)) as frames:
+            for first in (*range(0, 72 - apart, 2 * apart), 31, 3):
+                pair = first, first + apart
+                for at in pair:
+                    shown = frames.frame(at, pair[1])
+                    out = np.empty((*upright_size(shown), 3), np.uint8)
+                    to_rgb(shown, out)
+                    assert np.array_equal(out, expected[at]), (apart, at)
+
+
+def test_half_of_the_frames_need_not_be_decoded() -> None:
+    params = "log-level=-1:bframes=3:b-adapt=0:b-pyramid=normal:keyint=240"
+    data = make(frames=120, options={"preset": "medium", "x264-params": params})
+    num_decoded = list[int]()
+    for is_dropping in (False, True):
+        with closing(Frames(memoryview(data))) as frames:
+            frames._drops = is_dropping  # pyright: ignore[reportPrivateUsage]
+            for first in range(0, 90, 30):
+                frames.frame(first, first + 15)
+                frames.frame(first + 15, first + 15)
+            num_decoded.append(frames._num_decoded)  # pyright: ignore[reportPrivateUsage]
+    assert num_decoded[1] < 0.75 * num_decoded[0], num_decoded
+
+
+def test_a_damaged_frame_is_replaced_by_the_frame_before_even_if_no_frame_refers_to_it() -> None:
+    params = "log-level=-1:bframes=1:b-adapt=0:keyint=240"
+    data = bytearray(make(frames=24, options={"preset": "medium", "x264-params": params}))
+    with av.open(io.BytesIO(bytes(data)), "r") as container:
+        packets = [packet for packet in container.demux(video=0) if packet.size]
+    shown = sorted(packets, key=lambda packet: packet.pts or 0)
+    for packet in shown[10:12]:  # one of them is a B-frame
+        assert packet.pos is not None
+        data[packet.pos : packet.pos + packet.size] = bytes(packet.size)
+    with closing(Frames(memoryview(data))) as frames:
+        frames._drops = False  # pyright: ignore[reportPrivateUsage]
+        wanted = [pixels(frames, index) for index in (2, 11, 20)]
+    with closing(Frames(memoryview(data))) as frames:
+        for index, expected in zip((2, 11, 20), wanted, strict=True):
+            assert np.array_equal(pixels(frames, index), expected), index
+        assert not frames._drops  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("kind", ["mp4", "mov", "hevc 10 bits"])

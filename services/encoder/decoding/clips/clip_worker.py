@@ -99,7 +99,7 @@ class Worker:
         sizes: list[tuple[int, int]] = []
         first_pixel = 0
         for index in dict.fromkeys(indices):
-            frame = self._frames.frame(index)
+            frame = self._frames.frame(index, indices[1])
             height, width = upright_size(frame)
             check_size(height, width)
             size = height * width * 3

@@ -1,6 +1,7 @@
 """Decodes frames of a video by number, as a player would show them, in one forward pass.
 
 A frame that cannot be decoded is replaced by the frame before, unless that frame is much earlier.
+Frames between the requested ones are not decoded if no other frame refers to them.
 Only child processes import this file.
 """
 
@@ -34,6 +35,8 @@ _MAX_SHOWN_FRAMES = 3
 # Most packets after a frame's packet before the decoder returns the frame. A gradual refresh of the
 # picture takes some hundreds of packets.
 _LATE_PACKETS = 1024
+# Codecs whose decoders leave out the frames to which no other frame refers, if told so.
+_DROPPING = {"h264"}
 
 
 def probe(data: memoryview) -> Facts:
@@ -96,13 +99,16 @@ class Frames:
         self._max_shown_s = max(frames_s, _MAX_SHOWN_S)
         self._opened = None
         self._skips = True
+        self._drops = index.codec in _DROPPING and not index.by_order
+        self._wanted = 0, 0  # presentation times of the requested frames
         self._rewind()
 
-    def frame(self, index: int) -> VideoFrame:
+    def frame(self, index: int, following: int | None = None) -> VideoFrame:
         """Decodes a frame. Frames in rising order are decoded in one pass.
 
         Args:
             index: number of the frame, in order of presentation.
+            following: number of the frame that is requested next, if it is known already.
 
         Raises:
             InvalidVideo: the video has no frame of this number, or the frame cannot be decoded.
@@ -111,8 +117,16 @@ class Frames:
             raise InvalidVideo(
                 f"the video has {self.index.num_frames} frames, and no frame {index}"
             )
+        entry = self.index.entry(index)
+        last = min(max(following or 0, index), self.index.num_frames - 1)
+        self._wanted = entry.pts, self.index.entry(last).pts
         with failures():
-            found = self._found(self.index.entry(index))
+            found = self._found(entry)
+            if self._drops and (self._shown is None or self._shown.packet != entry.packet):
+                # Another frame is shown instead, which must not depend on the frames left out.
+                self._drops = False
+                self._rewind()
+                found = self._found(entry)
         if found is None:
             raise InvalidVideo(f"frame {index} of the video cannot be decoded")
         check_size(found.height, found.width)
@@ -160,6 +174,7 @@ class Frames:
         self._decoded: deque[_Decoded] = deque()  # frames that are not shown yet
         self._shown: _Decoded | None = None
         self._is_over = False
+        self._is_dropping = False
 
     def _skip(self, packet: int) -> None:
         """Skips the packets before a keyframe's packet without decoding them.
@@ -193,10 +208,23 @@ class Frames:
             packet = next(self._packets, None)
             if packet is not None:
                 packet.opaque = self._num_packets
+                self._set_dropping(packet)
             self._num_packets += 1
             self._is_over = packet is None
             self._decode(packet)
         return self._decoded[0] if self._decoded else None
+
+    def _set_dropping(self, packet: Packet) -> None:
+        """Tells the decoder whether it may leave out the packet's frame. It may if the frame is
+        shown before the requested frames or between them, since frames are requested in rising
+        order. It decodes the frame nevertheless if other frames refer to it.
+        """
+        first, last = self._wanted
+        pts = packet.pts
+        is_dropping = self._drops and pts is not None and (pts < first or first < pts < last)
+        if is_dropping != self._is_dropping:
+            self._stream.codec_context.skip_frame = "NONREF" if is_dropping else "DEFAULT"
+            self._is_dropping = is_dropping
 
     def _decode(self, packet: Packet | None) -> None:
         """Decodes a packet, or flushes the decoder if `packet` is None. A damaged packet is
