@@ -58,10 +58,18 @@ def add(
     *images: ImageSpan,
     max_tokens: int = 20,
     priority: int = 0,
+    background: bool = False,
 ):
     tokens = [(number * 31 + i) % 97 for i in range(length)]
     sequence = Sequence(
-        add_message(number, tokens, images=images, max_tokens=max_tokens, priority=priority)
+        add_message(
+            number,
+            tokens,
+            images=images,
+            max_tokens=max_tokens,
+            priority=priority,
+            background=background,
+        )
     )
     scheduler.add(sequence)
     return sequence
@@ -278,6 +286,48 @@ def test_a_long_prompt_waits_for_a_long_prompt_that_needs_no_more_tokens():
     add(other, 1, 3000)
     add(other, 2, 1000)
     assert step(other) == [(2, 0, 197), (1, 0, 187)]
+
+
+def crowd_of(cost: StepCost, decodes: int, waiting: int, *, background: bool = False) -> Scheduler:
+    """Returns a scheduler with running decodes and with waiting prompts of 100 tokens."""
+    scheduler = scheduler_of(
+        blocks=20_000, rows=400, budget=4096, length=400, step_ms=40.0, cost=cost
+    )
+    for number in range(decodes):
+        add(scheduler, number, 4, max_tokens=200)
+    while scheduler.prefills.has_work:
+        step(scheduler)
+    for number in range(decodes, decodes + waiting):
+        add(scheduler, number, 100, background=background)
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("decodes", "waiting", "is_default", "tokens"),
+    [
+        (80, 120, True, 448),  # prompts of 1.2 s beside more decodes than sizes are timed with
+        (80, 90, True, 320),  # prompts of 0.9 s
+        (60, 120, True, 320),
+        (80, 120, False, 320),  # the bound that an operator sets holds
+    ],
+)
+def test_steps_beside_a_crowd_may_be_larger_than_is_efficient(
+    decodes: int, waiting: int, is_default: bool, tokens: int
+) -> None:
+    cost = cost_of(0.1)
+    cost.efficient_tokens, cost.may_stretch = 320, is_default
+    scheduler = crowd_of(cost, decodes, waiting)
+    batch = scheduler.schedule()
+    assert batch.num_tokens == tokens and batch.load is not None
+    assert cost.predict(batch.load) <= 50.0
+
+
+def test_lines_of_a_batch_are_no_crowd() -> None:
+    cost = cost_of(0.1)
+    cost.efficient_tokens, cost.may_stretch = 320, True
+    scheduler = crowd_of(cost, 80, 120, background=True)
+    assert not scheduler.prefills.exceed(0)
+    assert scheduler.schedule().num_tokens <= 320
 
 
 def test_a_step_is_as_long_as_its_graph_even_if_little_is_left_for_the_last_chunk():

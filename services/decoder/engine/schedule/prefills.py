@@ -80,6 +80,19 @@ class Prefills:
         head = self.waiting.head()
         return bool(self.prefilling) or (head is not None and not self._is_blocked(head))
 
+    def exceed(self, num_tokens: int) -> bool:
+        """Returns whether more than `num_tokens` tokens of prompts are left to compute.
+
+        Prompts in the background do not count, nor do those that wait for an image or a token mask.
+        Tokens of a waiting prompt count even if they are in the prefix cache.
+        """
+        for sequence in chain(self.prefilling.values(), self.waiting):
+            if not sequence.message.background:
+                num_tokens -= len(sequence.token_ids) - sequence.num_computed_tokens
+                if num_tokens < 0:
+                    return True
+        return False
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence that has neither row nor blocks."""
         self.waiting.wait(sequence)

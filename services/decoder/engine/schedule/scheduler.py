@@ -271,6 +271,7 @@ class Scheduler:
         # The token of a decode attends to the `start` tokens before it and to itself.
         load = StepLoad(len(chunks), num_tokens, keys=sum([chunk.start + 1 for chunk in chunks]))
         num_prompts = len(self.prefills.prefilling) + len(self.prefills.waiting)
+        crowd_tokens = self._cost.crowd_tokens(len(chunks))
         budget = StepBudget(
             self._cost,
             load,
@@ -278,6 +279,7 @@ class Scheduler:
             max_tokens=self.background.max_tokens(self._max_batched_tokens, num_tokens),
             alone=not chunks and num_prompts == 1 and not self.background.is_short,
             max_chunks=self.background.max_chunks,
+            is_crowded=crowd_tokens is not None and self.prefills.exceed(crowd_tokens),
         )
         chunks += self.prefills.plan(budget, self.step)
         return load

@@ -23,6 +23,7 @@ class StepBudget:
         max_tokens: the most tokens that a step may compute.
         alone: True if the engine has a single prompt and no decodes.
         max_chunks: the most prompts of which the step computes tokens.
+        is_crowded: True if more than `StepCost.crowd_tokens` tokens of prompts wait.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class StepBudget:
         max_tokens: int,
         alone: bool,
         max_chunks: int = sys.maxsize,
+        is_crowded: bool = False,
     ) -> None:
         self._cost = cost
         self._load = load
@@ -52,8 +54,8 @@ class StepBudget:
             ms = cost.sized_bound(whole.ms) if step_ms else whole.ms  # 0: as short as possible
             whole = whole._replace(ms=ms, tokens=tokens)
             if step_ms:
-                hidden = cost.hidden_ms(whole.ms)
-                whole = whole._replace(hidden_ms=hidden, hidden_tokens=max_tokens)
+                extended = cost.extended_ms(whole.ms, is_crowded=is_crowded)
+                whole = whole._replace(extended_ms=extended, extended_tokens=max_tokens)
         self._whole = self._limit = whole
 
     @property

@@ -56,6 +56,9 @@ _FEW_DECODES, _LEAST_CROWDED = 60, 320
 _STEP_MS, _LONG_READ, _READS, _GAP_MS = 40.0, 0.25, 5, 80.0
 # A step of at most `efficient_tokens` tokens may last this many times its bound.
 _STRETCH = 1.5
+# Prompts that take more milliseconds than this are a crowd if they wait beside more decodes than
+# sizes of steps are compared with (`calibration`). A step may then last as long as the second time.
+_CROWD_MS, _CROWDED_DECODES, _CROWDED_STEP_MS = 1000.0, 64, 50.0
 # Share of the difference by which a launch that the device waits for corrects `launch_ms`, and
 # share of `launch_ms` that another launch leaves.
 _LATE_RATE, _KEPT = 0.3, 0.97
@@ -93,17 +96,17 @@ class Limit(NamedTuple):
         tokens: the most tokens that the step may have.
         least: number of tokens that the step may have even if they take longer than `ms`.
         is_half: True if another prompt takes the rest of the step.
-        hidden_ms: milliseconds in which the step may have up to `hidden_tokens` tokens, even if
-            these are more than `tokens`, because the host takes as long to launch a step.
-        hidden_tokens: see `hidden_ms`.
+        extended_ms: milliseconds in which the step may have up to `extended_tokens` tokens, even if
+            these are more than `tokens`, see `StepCost.extended_ms`.
+        extended_tokens: see `extended_ms`.
     """
 
     ms: float
     tokens: int
     least: int
     is_half: bool = False
-    hidden_ms: float = 0.0
-    hidden_tokens: int = 0
+    extended_ms: float = 0.0
+    extended_tokens: int = 0
 
 
 class StepCost:
@@ -210,16 +213,37 @@ class StepCost:
         else:
             self.launch_ms *= _KEPT
 
-    def hidden_ms(self, bound_ms: float) -> float:
-        """Returns the milliseconds for which a step may last because of its launch.
-
-        A host whose CPU cores are busy may launch a step kernel by kernel for longer than the
-        device computes the step, and more tokens then cost no time. An operator's bound holds.
+    def crowd_tokens(self, num_decodes: int) -> int | None:
+        """Returns the number of prompt tokens that take a second. If more of them are left to
+        compute, their prompts are a crowd. None if the step has too few decodes for a crowd to
+        change it, or if an operator has set its bound.
 
         Args:
-            bound_ms: the bound of the step.
+            num_decodes: number of decodes of the step.
         """
-        return min(self.launch_ms, max(bound_ms, _GAP_MS)) if self.may_stretch else 0.0
+        if not self.may_stretch or num_decodes <= _CROWDED_DECODES:
+            return None
+        return int(_CROWD_MS / max(self._coefficients[3], 1e-6))
+
+    def extended_ms(self, bound_ms: float, *, is_crowded: bool) -> float:
+        """Returns the milliseconds for which a step may last with more than `efficient_tokens`
+        tokens; 0 if it may not have more. The bound that an operator has set holds.
+
+        A host whose CPU cores are busy may launch a step kernel by kernel for longer than the
+        device computes the step, and more tokens then cost no time.
+
+        Beside a crowd, a step of `efficient_tokens` tokens reads the keys of many decodes for few
+        tokens of prompts, and first tokens come late. A step of 50 ms has more of them, and later
+        tokens still come within the 50 ms of the first service level.
+
+        Args:
+            bound_ms: milliseconds that a step of `efficient_tokens` tokens may last.
+            is_crowded: True if more than `crowd_tokens` tokens of prompts wait.
+        """
+        if not self.may_stretch:
+            return 0.0
+        launch_ms = min(self.launch_ms, max(bound_ms, _GAP_MS))
+        return max(launch_ms, _CROWDED_STEP_MS) if is_crowded else launch_ms
 
     def fitting_tokens(self, load: StepLoad, start: int, limit: Limit) -> int:
         """Returns the most tokens of a prompt that fit into a step.
@@ -231,10 +255,10 @@ class StepCost:
         """
         most = limit.tokens - load.tokens
         fitting = min(most, self._max_chunk(load, start, limit.ms))
-        if limit.hidden_ms:
-            room = limit.hidden_tokens - load.tokens
-            if (hidden := min(room, self._max_chunk(load, start, limit.hidden_ms))) > fitting:
-                fitting, most = hidden, room
+        if limit.extended_ms:
+            room = limit.extended_tokens - load.tokens
+            if (longer := min(room, self._max_chunk(load, start, limit.extended_ms))) > fitting:
+                fitting, most = longer, room
         if fitting < most and (total := load.tokens + fitting) > _LEAST_GRAPH:
             fitting -= total % _GRAPH_TOKENS
             # Tiles of several prompts, which attend to more and fewer keys, share the SMs better.
@@ -249,8 +273,8 @@ class StepCost:
             (load.tokens + limit.tokens) // 2,
             (load.tokens + limit.least) // 2,
             is_half=True,
-            hidden_ms=limit.hidden_ms and (self.predict(load) + limit.hidden_ms) / 2,
-            hidden_tokens=(load.tokens + limit.hidden_tokens) // 2,
+            extended_ms=limit.extended_ms and (self.predict(load) + limit.extended_ms) / 2,
+            extended_tokens=(load.tokens + limit.extended_tokens) // 2,
         )
 
     def _surplus(self, load: StepLoad, start: int, length: int) -> int:
