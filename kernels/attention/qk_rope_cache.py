@@ -29,10 +29,11 @@ def qk_rope_cache(
     num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
     num_tokens, num_heads = heads.num_tokens, heads.num_heads
     query = heads.rope[0].new_empty(num_tokens, num_heads, head_dim)
-    block, num_warps = qk_rope_config(num_tokens, head_dim)
+    config = qk_rope_config(num_tokens, head_dim)
     norms, half = heads.norms or (query, query), heads.rope[0].shape[-1]
     rest = head_dim - 2 * half
-    _qk_rope_cache_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block))](
+    parts = triton.cdiv(num_heads, config.heads) + 2 * triton.cdiv(num_kv_heads, config.heads)
+    _qk_rope_cache_kernel[(num_tokens, parts)](
         heads.qkv,
         *norms,
         *heads.rope,
@@ -51,14 +52,16 @@ def qk_rope_cache(
         COLUMNS=triton.next_power_of_2(half),
         REST=rest,
         REST_COLUMNS=triton.next_power_of_2(max(rest, 1)),
-        BLOCK=block,
+        WHOLE_COLUMNS=triton.next_power_of_2(head_dim),
+        BLOCK=config.heads,
         NORM=heads.norms is not None,
         SPLITS=heads.num_splits,
         KEEP=keys_values is not None,
         GATED=heads.gated,
         FP8=heads.kv_scales is not None,
         PDL=pdl,
-        num_warps=num_warps,
+        num_warps=config.warps,
+        maxnreg=config.registers,
         launch_pdl=pdl > 0,
     )
     return query
@@ -127,6 +130,7 @@ def _qk_rope_cache_kernel(
     COLUMNS: tl.constexpr,
     REST: tl.constexpr,
     REST_COLUMNS: tl.constexpr,
+    WHOLE_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -135,40 +139,58 @@ def _qk_rope_cache_kernel(
     FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Processes BLOCK heads of a token.
+    """Processes BLOCK heads of a token, which are all queries, all keys or all values.
 
-    A head consists of two halves of HALF elements that are rotated, and REST further elements.
+    A head consists of two halves of HALF elements that are rotated, and REST further elements. Each
+    query head is followed by its gate, if it has one. Padding has negative rows, which torch counts
+    from the end of the cache. It is not written to the cache.
+
+    All loads come before the first store, which the compiler would not let them pass. Threads have
+    at most 8 adjacent elements, also of bytes, and rotations and weights are read for each head, so
+    that threads exchange few elements.
     """
     DIM: tl.constexpr = 2 * HALF + REST
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    all_heads = num_heads + 2 * num_kv_heads
-    column, rest_column = tl.arange(0, COLUMNS)[None, :], tl.arange(0, REST_COLUMNS)[None, :]
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    query_parts, key_parts = tl.cdiv(num_heads, BLOCK), tl.cdiv(num_kv_heads, BLOCK)
+    is_query, is_value = part < query_parts, part >= query_parts + key_parts
+    count = tl.where(is_query, num_heads, num_kv_heads)
+    part -= tl.where(is_query, 0, query_parts + tl.where(is_value, key_parts, 0))
+    head = part * BLOCK + tl.arange(0, BLOCK)[:, None]
+    is_head = head < count
+    column = tl.max_contiguous(tl.arange(0, COLUMNS)[None, :], [1, 8])
+    rest_column = tl.max_contiguous(tl.arange(0, REST_COLUMNS)[None, :], [1, 8])
     known = column < HALF
-    is_head = (head < all_heads)[:, None]
-    is_query = (head < num_heads)[:, None]
-    is_value = (head >= num_heads + num_kv_heads)[:, None]
+    each = tl.broadcast_to(column, [BLOCK, COLUMNS])
     if NORM:
         norm_ptr = tl.where(is_query, q_norm_ptr, k_norm_ptr)
-        weight_first = tl.load(norm_ptr + column, mask=known, other=0.0)
-        weight_second = tl.load(norm_ptr + HALF + column, mask=known, other=0.0)
+        weight_first = tl.load(norm_ptr + each, mask=known, other=0.0)
+        weight_second = tl.load(norm_ptr + HALF + each, mask=known, other=0.0)
         if REST > 0:
             at = norm_ptr + 2 * HALF + rest_column
             weight_rest = tl.load(at, mask=rest_column < REST, other=0.0)
     wait_for_earlier(PDL)
     dtype: tl.constexpr = query_ptr.dtype.element_ty
-    place = (token * all_heads + head)[:, None] * DIM
-    if GATED:  # each query head is followed by its gate
-        slot = tl.where(head < num_heads, 2 * head, head + num_heads)
-        place = (token * (all_heads + num_heads) + slot)[:, None] * DIM
+    kv_head = head + tl.where(is_value, num_kv_heads, 0)  # keys, and then values
+    slots = num_heads + num_heads if GATED else num_heads
+    slot = tl.where(is_query, head + head if GATED else head, slots + kv_head)
+    place = (token * (slots + 2 * num_kv_heads) + slot) * DIM
     first = load_reduced(qkv_ptr, place + column, is_head & known, stride, SPLITS, dtype)
     second = load_reduced(qkv_ptr, place + HALF + column, is_head & known, stride, SPLITS, dtype)
     rest = first
     if REST > 0:
         at = place + 2 * HALF + rest_column
         rest = load_reduced(qkv_ptr, at, is_head & (rest_column < REST), stride, SPLITS, dtype)
-    cos = tl.load(cos_ptr + token * HALF + column, mask=known, other=0.0)
-    sin = tl.load(sin_ptr + token * HALF + column, mask=known, other=0.0)
+    if GATED:
+        whole = tl.arange(0, WHOLE_COLUMNS)[None, :]
+        is_gate = is_head & is_query & (whole < DIM)
+        gate = load_reduced(qkv_ptr, place + DIM + whole, is_gate, stride, SPLITS, dtype)
+    cos = tl.load(cos_ptr + token * HALF + each, mask=known, other=0.0)
+    sin = tl.load(sin_ptr + token * HALF + each, mask=known, other=0.0)
+    if FP8:
+        kv_scale = tl.load(scales_ptr + kv_head, mask=is_head & ~is_query, other=1.0)
+    # `rows` is [2, T]: rows of the cache for the tokens' keys, and rows for the tokens' values.
+    key_row = tl.load(rows_ptr + token)
+    row = tl.load(rows_ptr + tl.where(is_value, num_tokens, 0) + token)
     one, two = first, second
     if NORM and REST > 0:
         squares = _squares(first) + _squares(second) + _squares(rest)
@@ -179,26 +201,23 @@ def _qk_rope_cache_kernel(
         one, two = normed(first, second, weight_first, weight_second, eps, HALF)
     one, two = turned(one, two, cos, sin)
     first, second = tl.where(is_value, first, one), tl.where(is_value, second, two)
-    out = query_ptr + (token * num_heads + head)[:, None] * DIM
-    _store(out, first, second, rest, column, rest_column, is_query, HALF, REST)
-    if GATED:
-        gate = gate_ptr + (token * num_heads + head)[:, None] * DIM
-        _copy_gates(qkv_ptr, place + DIM, gate, column, is_query, stride, DIM, SPLITS)
-    if FP8:
-        scale = tl.load(scales_ptr + head[:, None] - num_heads, mask=is_head & ~is_query, other=1.0)
-        first, second, rest = _rounded(first, second, rest, scale)
-    if KEEP:
-        out = kept_ptr + (token * (2 * num_kv_heads) + head[:, None] - num_heads) * DIM
-        _store(out, first, second, rest, column, rest_column, is_head & ~is_query, HALF, REST)
-    # `rows` is [2, T]: rows of the cache for the tokens' keys, and rows for the tokens' values.
-    key_row, value_row = tl.load(rows_ptr + token), tl.load(rows_ptr + num_tokens + token)
-    kv_head = head[:, None] - num_heads - tl.where(is_value, num_kv_heads, 0)
-    row = tl.where(is_value, value_row, key_row) * num_kv_heads + kv_head
-    if FP8:
-        first, second, rest = encode_e4m3(first), encode_e4m3(second), encode_e4m3(rest)
-    # Padding has negative rows, which torch counts from the end of the cache. Here it is skipped.
-    keep = is_head & ~is_query & (key_row >= 0)
-    _store(cache_ptr + row * DIM, first, second, rest, column, rest_column, keep, HALF, REST)
+    if is_query:
+        place = (token * num_heads + head) * DIM
+        _store(query_ptr + place, first, second, rest, column, rest_column, is_head, HALF, REST)
+        if GATED:
+            tl.store(gate_ptr + place + whole, gate, mask=is_gate)
+    else:
+        kept = kept_ptr + (token * (2 * num_kv_heads) + kv_head) * DIM
+        stored = (first, second, rest)
+        if FP8:
+            stored = _rounded(first, second, rest, kv_scale)
+        if KEEP:
+            _store(kept, *stored, column, rest_column, is_head, HALF, REST)
+        if FP8:
+            stored = encode_e4m3(stored[0]), encode_e4m3(stored[1]), encode_e4m3(stored[2])
+        keep = is_head & (key_row >= 0)
+        out = cache_ptr + (row * num_kv_heads + head) * DIM
+        _store(out, *stored, column, rest_column, keep, HALF, REST)
 
 
 @triton.jit
@@ -207,19 +226,6 @@ def _rounded(first, second, rest, scale):
     first = round_to_e4m3(first.to(tl.float32), scale)
     second = round_to_e4m3(second.to(tl.float32), scale)
     return first, second, round_to_e4m3(rest.to(tl.float32), scale)
-
-
-@triton.jit
-def _copy_gates(
-    qkv_ptr, place, gate, column, is_query, stride, DIM: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Copies the output gates of heads."""
-    COLUMNS: tl.constexpr = column.shape[1]
-    for start in tl.static_range(0, DIM, COLUMNS):
-        inside = is_query & (start + column < DIM)
-        at = place + start + column
-        found = load_reduced(qkv_ptr, at, inside, stride, SPLITS, gate.dtype.element_ty)
-        tl.store(gate + start + column, found, mask=inside)
 
 
 @triton.jit

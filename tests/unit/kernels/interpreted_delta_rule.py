@@ -113,6 +113,7 @@ def check_heads(num_tokens: int, sizes: tuple[int, int, int, int], *, gated: boo
     """Queries, gates, keys and values of heads that rotate in part, with zero-centred norms."""
     heads, kv_heads, dim, rotary = sizes
     qkv = torch.randn(num_tokens, (heads * (1 + gated) + 2 * kv_heads) * dim)
+    qkv[:, ::7] = -0.0
     angles = torch.randn(2, num_tokens, rotary // 2)
     projected = ProjectedHeads(
         qkv, (torch.rand(dim) + 1, torch.rand(dim) + 1), 1e-6, (angles[0], angles[1]),
@@ -126,6 +127,8 @@ def check_heads(num_tokens: int, sizes: tuple[int, int, int, int], *, gated: boo
     pairs = (query, expected), (gates, twins_gates), (own, twins_own)
     for found, other in (*pairs, (projected.kv_cache, twin.kv_cache)):
         assert difference(found, other) < 1e-5
+    values = qkv.unflatten(1, (-1, dim))[:, -kv_heads:]
+    assert torch.equal(own[:, kv_heads:].view(torch.int32), values.view(torch.int32))
 
 
 def check_gates(num_tokens: int, heads: int, dim: int) -> None:
