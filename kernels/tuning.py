@@ -149,8 +149,9 @@ def delta_verify_config(num_decodes: int) -> DeltaDecodeConfig:
 class DeltaPrefillConfig:
     """Division of the prefill kernels of the gated delta rule.
 
-    The values were measured on an H100 for the heads of the 4B and 27B models. They are the best
-    compromise between one and eight prompts.
+    The values were measured on an H100 for the heads of the 4B and 27B models, and `channels` on an
+    H200. They are the best compromise between one and eight prompts. `delta_prefill_config` chooses
+    by the step.
 
     Attributes:
         columns: columns of a head's state per CTA of the scan.
@@ -161,10 +162,41 @@ class DeltaPrefillConfig:
     """
 
     columns: int = 32
-    channels: int = 64
+    channels: int = 32
     solve_warps: int = 4
     scan_warps: int = 4
     scan_stages: int = 1
+
+
+# Number of tokens of a chunk that is assumed in captured mixed steps, where the number of chunks is
+# not known.
+_CHUNK_TOKENS = 1024
+
+
+def delta_prefill_config(
+    device: DeviceFacts, num_heads: int, num_chunks: int, num_tokens: int
+) -> DeltaPrefillConfig:
+    """Configuration by the work of a step of 16-bit activations.
+
+    A CTA of the scan computes its pieces one after the other. Two stages load the next piece
+    meanwhile, and their shared memory leaves room for one CTA per SM. So a head has four CTAs if
+    all of them run at the same time, and two otherwise.
+
+    A captured mixed step has more CTAs for padding than for chunks. They have to wait for SMs if
+    there are two stages, so that a step of few tokens has one stage.
+
+    Args:
+        device: the device that computes.
+        num_heads: value heads of a layer.
+        num_chunks: chunks of prompts in the step, including padding.
+        num_tokens: tokens of the step, including padding.
+    """
+    if num_chunks > MAX_CAPTURED_CHUNKS:
+        num_chunks = num_tokens // _CHUNK_TOKENS
+        if not num_chunks:
+            return DeltaPrefillConfig()
+    columns = 32 if num_chunks * num_heads * 4 <= device.num_sms else 64
+    return DeltaPrefillConfig(columns=columns, scan_stages=2)
 
 
 def swiglu_gemm_config(device: DeviceFacts, num_columns: int) -> SwigluGemmConfig:

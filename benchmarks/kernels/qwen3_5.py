@@ -243,9 +243,9 @@ def time_prefill(shape: str, lengths: list[int]) -> None:
     floor = (2 * elements + states) / BANDWIDTH
     default = DeltaPrefillConfig()
     changes: list[dict[str, int]] = [
-        {}, {"solve_warps": 4}, {"channels": 32}, {"channels": 128},
+        {}, {"solve_warps": 8}, {"channels": 64}, {"channels": 128},
         {"columns": 16}, {"columns": 64}, {"columns": 64, "scan_warps": 8}, {"scan_warps": 8},
-        {"columns": 128, "scan_warps": 8}, {"scan_stages": 2},
+        {"columns": 128, "scan_warps": 8}, {"scan_stages": 2}, {"columns": 64, "scan_stages": 2},
     ]  # fmt: skip
     for change in changes:
         config = dataclasses.replace(default, **change)

@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.device import DeviceFacts
 from kernels.linear_attention.delta_rule_decode import NORM_EPS, gates
 from kernels.linear_attention.states import PIECE, DeltaInputs, LayerStates, StateLayout
-from kernels.tuning import DeltaPrefillConfig
+from kernels.tuning import DeltaPrefillConfig, delta_prefill_config
 
 _PIECE = tl.constexpr(PIECE)
 _FACTORS = tl.constexpr(5)  # factors of a token and a head, see `_solve_kernel`
@@ -33,13 +34,21 @@ def prefill(
     out: Tensor,
     saved: tuple[Tensor, LayerStates] | None = None,
     *,
+    device: DeviceFacts | None = None,
     config: DeltaPrefillConfig | None = None,
 ) -> None:
-    """Implements `delta_rule.prefill`."""
-    config = config or DeltaPrefillConfig()
+    """Implements `delta_rule.prefill`.
+
+    `config` overrides the choice for `device`. By default, the configuration does not depend on the
+    step.
+    """
     spec, work, count = inputs.spec, layout.work, len(inputs.qkv)
     assert work is not None
     heads, decodes = spec.num_value_heads, layout.num_decodes
+    wide = out.dtype == torch.float32
+    if config is None and device is not None and not wide:
+        config = delta_prefill_config(device, heads, len(layout.slots) - decodes, count)
+    config = config or DeltaPrefillConfig()
     starts, lens = layout.cu_query_lens_device, layout.seq_lens_device
     mixed = inputs.qkv.new_empty(count, spec.num_channels)
     solved, scores = (
@@ -50,7 +59,6 @@ def prefill(
         max(16, triton.next_power_of_2(size)) for size in (spec.key_head_dim, spec.value_head_dim)
     )
     columns = min(config.columns, columns)
-    wide = out.dtype == torch.float32
     saves, kept = saved or (work, states)
     sizes = {
         "GROUP": spec.group_size,
@@ -96,7 +104,8 @@ def prefill(
         **sizes,
         num_warps=config.solve_warps,
     )
-    grid = len(layout.slots) - decodes, heads, triton.cdiv(spec.value_head_dim, columns)
+    # CTAs of chunks come before those of padding, which is at the end.
+    grid = heads, triton.cdiv(spec.value_head_dim, columns), len(layout.slots) - decodes
     _scan_kernel[grid](
         inputs.qkv,
         mixed,
@@ -156,21 +165,29 @@ def _convolve_kernel(
         token = tl.load(work_ptr + 2 * piece + 1) + tl.arange(0, _PIECE)[:, None]
         index = first + token - begin
         inside = (token < end) & (channel < CHANNELS)
-        conv = conv_ptr + tl.load(slots_ptr + sequence) * (WIDTH * CHANNELS) + channel
+        # The weights of a channel are contiguous, and are read as such.
+        tap = tl.arange(0, TAPS)[None, :]
+        row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+        valid = (row < CHANNELS) & (tap < WIDTH)
+        weights = tl.load(weight_ptr + row * WIDTH + tap, mask=valid, other=0.0).to(tl.float32)
         total = tl.zeros((_PIECE, BLOCK), tl.float32)
-        for back in tl.static_range(WIDTH - 1, -1, -1):
-            source = token - back
-            own = inside & (source >= begin)
-            values = tl.load(
-                qkv_ptr + source.to(tl.int64) * qkv_stride + channel, mask=own, other=0.0
-            ).to(tl.float32)
-            if back > 0:
-                earlier = inside & (source < begin) & (index >= back)
-                column = (index + WIDTH - back) % WIDTH
-                kept = tl.load(conv + column * CHANNELS, mask=earlier, other=0.0)
-                values += kept.to(tl.float32)
-            at = weight_ptr + channel * WIDTH + WIDTH - 1 - back
-            total += values * tl.load(at, mask=channel < CHANNELS, other=0.0).to(tl.float32)
+        if tl.load(work_ptr + 2 * piece + 1) - begin >= WIDTH - 1:  # all inputs are of this chunk
+            for back in tl.static_range(WIDTH - 1, -1, -1):
+                own = qkv_ptr + (token - back).to(tl.int64) * qkv_stride + channel
+                values = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+                total += values * _weight(weights, tap, WIDTH - 1 - back)
+        else:
+            conv = conv_ptr + tl.load(slots_ptr + sequence) * (WIDTH * CHANNELS) + channel
+            for back in tl.static_range(WIDTH - 1, -1, -1):
+                source = token - back
+                own = qkv_ptr + source.to(tl.int64) * qkv_stride + channel
+                values = tl.load(own, mask=inside & (source >= begin), other=0.0).to(tl.float32)
+                if back > 0:
+                    earlier = inside & (source < begin) & (index >= back)
+                    column = (index + WIDTH - back) % WIDTH
+                    kept = tl.load(conv + column * CHANNELS, mask=earlier, other=0.0)
+                    values += kept.to(tl.float32)
+                total += values * _weight(weights, tap, WIDTH - 1 - back)
         mixed = (total / (1.0 + tl.exp(-total))).to(mixed_ptr.dtype.element_ty)
         tl.store(mixed_ptr + token.to(tl.int64) * CHANNELS + channel, mixed, mask=inside)
         if SAVES:
@@ -182,6 +199,12 @@ def _convolve_kernel(
             column = (first + last - begin + WIDTH - back) % WIDTH
             place = saved_ptr + (to * WIDTH + column) * CHANNELS + channel
             tl.store(place, tl.load(own, mask=kept), mask=kept)
+
+
+@triton.jit
+def _weight(weights, tap, at):
+    """Returns the weights of one tap `[1, channels]` of weights `[channels, taps]`."""
+    return tl.sum(tl.where(tap == at, weights, 0.0), axis=1)[None, :]
 
 
 @triton.jit
@@ -341,7 +364,7 @@ def _scan_kernel(
 
     If SAVES, the state after a piece may also be copied to a checkpoint.
     """
-    sequence, head, block = decodes + tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, block, sequence = tl.program_id(0), tl.program_id(1), decodes + tl.program_id(2)
     begin, end = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
     if end > begin:  # an empty chunk is padding of a captured step
         first = tl.load(lens_ptr + sequence) - (end - begin)

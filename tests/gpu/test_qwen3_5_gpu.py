@@ -21,6 +21,7 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from kernels import plain
+from kernels.device import DeviceFacts
 from kernels.linear_attention import delta_rule
 from kernels.sampling.sampling import greedy
 from services.common.model_spec import LinearAttentionSpec
@@ -78,7 +79,8 @@ def run_both(
         delta_rule_decode.decode(inputs, states, layout, found, pdl=True)
         delta_rule.decode(inputs, twins, twin, expected)
     if decodes < len(lengths):
-        delta_rule_prefill.prefill(inputs, states, layout, found, layout.saved(0))
+        device = DeviceFacts.of(GPU)
+        delta_rule_prefill.prefill(inputs, states, layout, found, layout.saved(0), device=device)
         delta_rule.prefill(inputs, twins, twin, expected, twin.saved(0))
     assert not found[used:].any(), "padding was written"
     idle = [slot for slot in range(len(other[0])) if slot not in twin.slots.tolist()]

@@ -204,6 +204,11 @@ def _gemv(facts: KernelFacts, name: str) -> Kernel:
     return _kernel("gemm.gemv", name, pdl=True)(facts)
 
 
+def _delta_prefill(facts: KernelFacts) -> Kernel:
+    kernel = _kernel(f"{_DELTA}_prefill", "prefill")(facts)
+    return partial(kernel, device=facts.device)
+
+
 def _gemm_residual(facts: KernelFacts) -> Kernel:
     """Creates a GEMM whose accumulator is the residual stream.
 
@@ -460,7 +465,8 @@ ROWS: Sequence[Row] = (
     *_twins("reduce_split_k", "gemm.skinny_gemm", plain.reduce_split_k, pdl=True),
     *_twins("delta_decode", f"{_DELTA}_decode", delta_rule.decode, _delta_sizes, pdl=True),
     *_twins("delta_verify", f"{_DELTA}_verify", delta_rule_drafts.verify, _delta_sizes, pdl=True),
-    *_twins("delta_prefill", f"{_DELTA}_prefill", delta_rule.prefill, _delta_sizes),
+    Row("delta_prefill", "triton", _delta_prefill, _needs(_triton, _delta_sizes)),
+    Row("delta_prefill", "plain", _plain(delta_rule.prefill)),
     *_twins("gated_norm", _GATES, delta_rule.gated_norm, pdl=True),
     Row(
         "logits", "gemv", _kernel("gemm.gemv", "linear", pdl=True), _needs(_triton, _pdl),

@@ -19,6 +19,7 @@ from kernels.linear_attention import (
 )
 from kernels.linear_attention.draft_runs import run_table
 from kernels.linear_attention.states import prefill_pieces
+from kernels.tuning import DeltaPrefillConfig, delta_prefill_config
 from tests.cases import first
 from tests.gpu_compiler import compiled_launches
 from tests.unit.kernels.delta_rule_steps import (
@@ -46,7 +47,11 @@ def test_kernels_compile_and_fit(gpu: str) -> None:
     with compiled_launches(facts) as found:
         delta_rule_decode.decode(inputs, layout.cache.layer(0), layout, out, pdl=pdl)
         delta_rule_verify.verify(inputs, runs.cache.layer(0), runs, kept.layer(0), out, pdl=pdl)
-        delta_rule_prefill.prefill(inputs, layout.cache.layer(0), layout, out, layout.saved(0))
+        delta_rule_prefill.prefill(
+            inputs, layout.cache.layer(0), layout, out, layout.saved(0), device=facts
+        )
+        wide = DeltaPrefillConfig(columns=64, scan_stages=2)
+        delta_rule_prefill.prefill(inputs, layout.cache.layer(0), layout, out, config=wide)
         output_gates.output_gate(out, out.clone(), pdl=pdl)
         output_gates.gated_norm(out, inputs.qkv[:, :4096], out[0, 0], 1e-6, pdl=pdl)
         skinny_gemm.reduce_split_k(torch.zeros(3, 5, 64), BF16, pdl=pdl)
@@ -56,10 +61,26 @@ def test_kernels_compile_and_fit(gpu: str) -> None:
             torch.zeros(9, 2, 16, 4, 256, dtype=BF16), torch.zeros(2, 70, dtype=torch.int64), True,
         )  # fmt: skip
         qk_rope_cache(heads, None, torch.zeros(70, 16, 256, dtype=BF16), pdl=pdl)
-    assert len(found) == 10
+    assert len(found) == 13
     for launch in found:
         assert launch.shared_bytes <= facts.shared_memory_bytes, launch
         assert "ld.global" in launch.ptx
+
+
+@pytest.mark.parametrize(
+    ("heads", "chunks", "tokens", "columns", "stages"),
+    [
+        (32, 1, 96, 32, 2), (32, 1, 4096, 32, 2), (32, 2, 1792, 64, 2), (32, 2, 4096, 64, 2),
+        (48, 1, 960, 64, 2), (48, 2, 4096, 64, 2),
+        (32, 17, 1792, 32, 2), (32, 17, 2048, 64, 2), (32, 17, 960, 32, 1),  # captured mixed steps
+    ],
+)  # fmt: skip
+def test_scan_has_small_parts_if_all_run_at_the_same_time(
+    heads: int, chunks: int, tokens: int, columns: int, stages: int
+) -> None:
+    """The choices for one and two prompts are the fastest ones of an H200."""
+    config = delta_prefill_config(KNOWN_DEVICES["h200"], heads, chunks, tokens)
+    assert (config.columns, config.scan_stages) == (columns, stages)
 
 
 @pytest.mark.parametrize(
