@@ -39,7 +39,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pdl: int 
         COLUMNS=triton.next_power_of_2(width),
         HEADS=_HEADS,
         PDL=pdl,
-        num_warps=_HEADS,
+        num_warps=_HEADS // 2,
         launch_pdl=pdl > 0,
     )
     return out
