@@ -259,6 +259,7 @@ def test_a_graph_agrees_with_the_eager_step(pair: Pair, decodes: int, chunks: li
     tokens = ours.launch(*step).result().token_ids[:, 0].tolist()
     kind = DecodeGraphs if not chunks else PromptGraphs if len(step) == 1 else MixedGraphs
     (graphs,) = [each for each in ours.runner.computer.graphs if type(each) is kind]
+    assert graphs.logits is not None
     captured = graphs.logits[: len(step)]
     assert relative(captured, eager) < 5e-2  # GEMMs of another size
     assert tokens == greedy(captured).tolist()

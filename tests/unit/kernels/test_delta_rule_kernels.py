@@ -55,9 +55,10 @@ def test_kernels_compile_and_fit(gpu: str) -> None:
         output_gates.output_gate(out, out.clone(), pdl=pdl)
         output_gates.gated_norm(out, inputs.qkv[:, :4096], out[0, 0], 1e-6, pdl=pdl)
         skinny_gemm.reduce_split_k(torch.zeros(3, 5, 64), BF16, pdl=pdl)
+        angles = torch.zeros(70, 32, dtype=BF16)
         heads = ProjectedHeads(
             torch.zeros(70, 40 * 256, dtype=BF16),
-            (torch.zeros(256), torch.zeros(256)), 1e-6, (torch.zeros(70, 32, dtype=BF16),) * 2,
+            (torch.zeros(256), torch.zeros(256)), 1e-6, (angles, angles),
             torch.zeros(9, 2, 16, 4, 256, dtype=BF16), torch.zeros(2, 70, dtype=torch.int64), True,
         )  # fmt: skip
         qk_rope_cache(heads, None, torch.zeros(70, 16, 256, dtype=BF16), pdl=pdl)
