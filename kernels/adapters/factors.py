@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.adapters.groups import TokenGroups
 from kernels.gemm.changes import LEAST_RANK, Changes, num_words
 
 
@@ -90,6 +91,7 @@ class AdapterRows:
         count: number of slots.
         first, last: range [first, last) of the slots that may occur, which the host knows.
         in_graph: True if a CUDA graph is captured, which runs for any adapters of these tokens.
+        groups: the tokens by slot. None if they are grouped when a kernel needs it.
     """
 
     slots: Tensor
@@ -97,6 +99,16 @@ class AdapterRows:
     first: int
     last: int
     in_graph: bool = False
+    groups: TokenGroups | None = None
+
+    def grouped(self) -> "AdapterRows":
+        """Returns the same adapters with the tokens in groups, which all layers of a step share."""
+        return replace(self, groups=self.token_groups)
+
+    @property
+    def token_groups(self) -> TokenGroups:
+        """The tokens by slot."""
+        return self.groups or TokenGroups.of(self.slots, self.count)
 
     @property
     def mask(self) -> Tensor:

@@ -6,8 +6,8 @@ multiplies the product by `b` and adds it to the output of the GEMM. A CTA has a
 tile of tokens and finds out on the device which slots occur in it, so the launches depend neither
 on the number of adapters nor on which token has which. CTAs without such a token do nothing.
 
-Many tokens have a kernel of their own for the second step. Its CTAs hold fewer registers, so that
-three or four of them share an SM, and load the factors slot by slot.
+More than 64 tokens have the kernels of `kernels.adapters.grouped`, whose tiles of tokens have one
+slot. The kernels here compute DoRA and large ranks of many tokens, too.
 
 Few tokens leave most SMs idle during shrink, so its columns are split among CTAs, each of which
 writes a partial product. Expand adds the partial products, and loads `b` before it waits for them.
@@ -28,32 +28,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.adapters.factors import AdapterRows, Norm, SlotFactors, padded_rank
+from kernels.adapters import grouped
+from kernels.adapters.factors import AdapterRows, Norm, SlotFactors
+from kernels.adapters.groups import FEW_TOKENS
 from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.add_norm import rms_norm
 from kernels.gemm.changes import LEAST_RANK, MODULES
 from kernels.gemm.factor_columns import load_factors, used_columns
 from kernels.gemm.gemv import normed
-from kernels.gemm.module_tiles import part_of_module, rows_of_tile
+from kernels.gemm.module_tiles import rows_of_tile
 from kernels.gemm.silu_mul import swiglu
 from kernels.gemm.skinny_gemm import load_reduced
 
-_FEW_TOKENS = 64  # tokens of a tile at most
 _SHRINK_COLUMNS = 128  # columns of a pipeline stage of shrink
-# Parts of the columns of shrink, by the largest number of tokens. A prompt mostly has one slot, so
-# the tiles of few tokens leave SMs idle. Each part costs expand a pass over the products.
-_SPLITS = ((512, 8), (1536, 4))
-_LEAST_SPLITS, _MOST_SPLITS = 2, 8
-_MANY_COLUMNS = 8192  # from which on there are twice as many parts
+_SPLITS = 8  # parts of the columns of shrink, each of which costs expand a pass over the products
 _CHUNK = 256  # columns of `b`, of all slots together, that expand multiplies at the same time
-_MANY_CHUNK = 64  # the same for many tokens, whose tiles mostly have one slot
-_MANY_ROWS = 64  # rows of a tile of the kernel for many tokens, and as many of up with SwiGLU
-_MOST_RANK = 64  # largest rank of that kernel, which keeps the products in registers
-# Registers of a thread of that kernel, and of its variant with SwiGLU, up to the rank: five CTAs of
-# four warps share an SM, or four, which is a wave less for a prompt of 1,088 tokens.
-_FEW_REGISTERS, _SWIGLU_REGISTERS, _REGISTERS_RANK = 96, 128, 16
-# Slots whose factors are loaded at a time where a tile of tokens has several, as decodes have.
-_SLOT_STAGES = tl.constexpr(6)
+_MANY_CHUNK = 64  # the same for many tokens with a large rank or DoRA
 
 
 def expand_adapters(
@@ -73,6 +63,33 @@ def expand_adapters_swiglu(
     return found
 
 
+def expand_swiglu_shrink(
+    out: Tensor,
+    products: Tensor,
+    factors: SlotFactors,
+    consumer: SlotFactors,
+    rows: AdapterRows,
+    *,
+    pdl: int = 0,
+) -> tuple[Tensor, Tensor] | None:
+    """Computes `expand_adapters_swiglu`, and `shrink_adapters` of the result for its consumer.
+
+    Args:
+        out, products, factors, rows: as for `expand_adapters_swiglu`.
+        consumer: factors of the layer that takes the result.
+        pdl: mode of dependent launch.
+
+    Returns:
+        The result and the products. None if the kernel for many tokens does not compute this step.
+    """
+    _, modules, width, _ = consumer.a.shape
+    if not grouped.takes(out, products, factors) or modules > 1 or width > grouped.MOST_RANK:
+        return None
+    found = factors.b.new_empty(out.shape[-2], out.shape[-1] // 2)
+    given = out, found, products, factors, rows
+    return found, grouped.expand(*given, is_swiglu=True, consumer=consumer, pdl=pdl)
+
+
 def shrink_adapters(
     x: Tensor, norm: Norm | None, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0
 ) -> Tensor:
@@ -84,19 +101,17 @@ def shrink_adapters(
         x, norm = rms_norm(x, norm.weight, norm.eps, pdl=pdl), None
     x = x.contiguous()
     num_tokens, num_columns = x.shape
+    if num_tokens > FEW_TOKENS:
+        return grouped.shrink(x, factors, rows, pdl=pdl)
     _, modules, rank, _ = factors.a.shape
     height = modules * rank
-    tokens = _tile_of_tokens(num_tokens)
-    tile = LEAST_RANK if num_tokens <= _FEW_TOKENS else min(64, padded_rank(height))
-    # Most CTAs of many tokens have none of their slot. They hold shared memory until they end.
-    is_wide = num_tokens > _FEW_TOKENS and tile == 64
-    tiles = triton.cdiv(height, tile)
-    blocks = triton.cdiv(num_tokens, tokens)
-    splits = min(num_splits(num_tokens, num_columns), triton.cdiv(num_columns, _SHRINK_COLUMNS))
+    splits = min(_SPLITS, triton.cdiv(num_columns, _SHRINK_COLUMNS))
     span = triton.cdiv(triton.cdiv(num_columns, splits), _SHRINK_COLUMNS) * _SHRINK_COLUMNS
     splits = triton.cdiv(num_columns, span)
     out = torch.empty(splits, num_tokens, modules, rank, dtype=torch.float32, device=x.device)
-    _shrink_kernel[(rows.last - rows.first) * tiles, blocks, splits](
+    tokens, tile = _tile_of_tokens(num_tokens), LEAST_RANK
+    tiles = triton.cdiv(height, tile)
+    _shrink_kernel[(rows.last - rows.first) * tiles, triton.cdiv(num_tokens, tokens), splits](
         x,
         factors.a,
         rows.slots,
@@ -110,24 +125,18 @@ def shrink_adapters(
         span,
         TOKENS=tokens,
         ROWS=tile,
-        TILE=_SHRINK_COLUMNS // 2 if is_wide else _SHRINK_COLUMNS,
+        TILE=_SHRINK_COLUMNS,
         WIDTH=triton.next_power_of_2(num_columns) if norm is not None else 0,
         PDL=pdl,
         num_warps=4,
-        num_stages=4 if num_tokens <= _FEW_TOKENS or is_wide else 3,
+        num_stages=4,
         launch_pdl=pdl > 0,
     )
     return out
 
 
-def num_splits(num_tokens: int, num_columns: int) -> int:
-    """Number of parts into which shrink splits the columns, if there are enough columns."""
-    found = next((splits for most, splits in _SPLITS if num_tokens <= most), _LEAST_SPLITS)
-    return min(_MOST_SPLITS, 2 * found) if num_columns >= _MANY_COLUMNS else found
-
-
 def _tile_of_tokens(num_tokens: int) -> int:
-    return 16 if num_tokens <= 16 else _FEW_TOKENS
+    return 16 if num_tokens <= 16 else FEW_TOKENS
 
 
 def _expand(
@@ -143,9 +152,9 @@ def _expand(
     splits, num_tokens, modules, rank = products.shape
     assert modules <= MODULES, f"{modules} modules"
     tokens = _tile_of_tokens(num_tokens)
-    is_few = num_tokens <= _FEW_TOKENS
-    if not is_few and rank <= _MOST_RANK and factors.factor is None and base.dim() == 2:
-        _expand_many(base, out, products, factors, rows, pdl, is_swiglu=is_swiglu)
+    is_few = num_tokens <= FEW_TOKENS
+    if grouped.takes(base, products, factors):
+        grouped.expand(base, out, products, factors, rows, is_swiglu=is_swiglu, pdl=pdl)
         return
     tile = 64 if is_few else 128
     if is_swiglu:
@@ -157,7 +166,7 @@ def _expand(
     tiles = sum(triton.cdiv(size, tile) for size in sizes[: 1 if is_swiglu else MODULES])
     # The range of a step's slots is no constant: a step must not wait for a compilation.
     width = rows.count * rank
-    most = _MANY_CHUNK if not is_few else _CHUNK if tokens < _FEW_TOKENS else _CHUNK // 2
+    most = _MANY_CHUNK if not is_few else _CHUNK if tokens < FEW_TOKENS else _CHUNK // 2
     chunk = min(most, triton.next_power_of_2(width))
     _expand_kernel[tiles, triton.cdiv(num_tokens, tokens)](
         base,
@@ -185,50 +194,8 @@ def _expand(
         DORA=is_scaled,
         BIAS=factors.bias is not None,
         PDL=pdl,
-        num_warps=8 if tokens == _FEW_TOKENS else 4,
+        num_warps=8 if tokens == FEW_TOKENS else 4,
         launch_pdl=pdl > 0,
-    )
-
-
-def _expand_many(
-    base: Tensor,
-    out: Tensor,
-    products: Tensor,
-    factors: SlotFactors,
-    rows: AdapterRows,
-    pdl: int,
-    *,
-    is_swiglu: bool,
-) -> None:
-    splits, num_tokens, modules, rank = products.shape
-    sizes = (*factors.sizes, *[0] * (MODULES - modules))
-    num_tiles = 2  # a CTA reads the products once for all of its tiles
-    parts = sum(
-        triton.cdiv(size, _MANY_ROWS * num_tiles) for size in sizes[: 1 if is_swiglu else MODULES]
-    )
-    options = {}
-    if rank <= _REGISTERS_RANK:
-        options["maxnreg"] = _SWIGLU_REGISTERS if is_swiglu else _FEW_REGISTERS
-    _expand_many_kernel[parts, triton.cdiv(num_tokens, _FEW_TOKENS)](
-        base,
-        out,
-        products,
-        factors.b,
-        rows.slots,
-        num_tokens,
-        factors.b.stride(0),
-        *sizes,
-        modules,
-        SPLITS=splits,
-        RANK=rank,
-        TOKENS=_FEW_TOKENS,
-        ROWS=_MANY_ROWS,
-        TILES=num_tiles,
-        SWIGLU=is_swiglu,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl > 0,
-        **options,
     )
 
 
@@ -405,101 +372,6 @@ def _expand_kernel(
                     part = tl.load(other, mask=inside & scale, other=0.0)
                     tl.store(other, part * factor, mask=inside & scale)
             tl.store(out_ptr + at_base, (base + acc).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "modules"])
-def _expand_many_kernel(
-    base_ptr,
-    out_ptr,
-    products_ptr,
-    b_ptr,
-    slots_ptr,
-    num_tokens,
-    b_stride,
-    size0,
-    size1,
-    size2,
-    size3,
-    modules,
-    SPLITS: tl.constexpr,
-    RANK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Computes TILES tiles of rows of one module, or of gate and up, for a tile of tokens.
-
-    Most tiles of tokens belong to a single prompt and so to a single slot. Slots are multiplied in
-    turn.
-    """
-    num_rows = size0 + size1 + size2 + size3
-    part = tl.program_id(0)
-    first, size, start, module = part * (ROWS * TILES), size0, 0, 0
-    if not SWIGLU:
-        first, size, start, module = part_of_module(part, size0, size1, size2, size3, ROWS * TILES)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    is_token = token < num_tokens
-    slot = tl.load(slots_ptr + token, mask=is_token, other=-1).to(tl.int32)
-    known = slot >= 0
-    least, most = tl.min(tl.where(known, slot, 1 << 30), 0), tl.max(slot, 0)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    wait_for_earlier(PDL)
-    if SWIGLU or most >= 0:
-        stride = num_tokens.to(tl.int64) * (modules * RANK)
-        own = products_ptr + token.to(tl.int64) * (modules * RANK) + module * RANK
-        x = _own_products(own, known, stride, SPLITS, RANK, dtype)
-        up_x = x
-        if SWIGLU:
-            up_x = _own_products(own + RANK, known, stride, SPLITS, RANK, dtype)
-        for tile in range(TILES):
-            within = first + tile * ROWS + tl.arange(0, ROWS)
-            is_row = within < size
-            row = start + within
-            inside = is_token[:, None] & is_row[None, :]
-            if not SWIGLU:
-                inside &= known[:, None]
-            at_base = token.to(tl.int64)[:, None] * num_rows + row[None, :]
-            base = tl.load(base_ptr + at_base, mask=inside, other=0.0)
-            up = base
-            if SWIGLU:  # beside the loads of gate
-                up = tl.load(base_ptr + at_base + size0, mask=inside, other=0.0)
-            acc = tl.zeros((TOKENS, ROWS), tl.float32)
-            acc = _add_slots(acc, x, slot, least, most, b_ptr, row, is_row, b_stride, RANK)
-            found = (base.to(tl.float32) + acc).to(dtype)
-            place = at_base
-            if SWIGLU:
-                acc = tl.zeros((TOKENS, ROWS), tl.float32)
-                acc = _add_slots(
-                    acc, up_x, slot, least, most, b_ptr, row + size0, is_row, b_stride, RANK
-                )
-                found = swiglu(found, (up.to(tl.float32) + acc).to(dtype))
-                place = token.to(tl.int64)[:, None] * size0 + row[None, :]
-            tl.store(out_ptr + place, found, mask=inside)
-
-
-@triton.jit
-def _own_products(
-    own, known, stride, SPLITS: tl.constexpr, RANK: tl.constexpr, dtype: tl.constexpr
-):
-    """Returns the products `[TOKENS, RANK]` of each token's own slot."""
-    places = own[:, None] + tl.arange(0, RANK)[None, :]
-    total = tl.load(places, mask=known[:, None], other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(places + split * stride, mask=known[:, None], other=0.0)
-    return total.to(dtype)
-
-
-@triton.jit
-def _add_slots(acc, x, slot, least, most, b_ptr, row, is_row, b_stride, RANK: tl.constexpr):
-    """Adds the products of all slots from `least` to `most` times their factors `b`."""
-    places = b_ptr + row.to(tl.int64)[:, None] * b_stride + tl.arange(0, RANK)[None, :]
-    for each in tl.range(least, most + 1, num_stages=_SLOT_STAGES):
-        b = tl.load(places + each * RANK, mask=is_row[:, None], other=0.0)
-        chosen = tl.where((slot == each)[:, None], x, 0.0)
-        acc = tl.dot(chosen, tl.trans(b), acc)
-    return acc
 
 
 @triton.jit

@@ -54,6 +54,12 @@ def check(
         twin = plain.expand_adapters_swiglu(base.sum(0), products, made, rows)
         found = shrink_expand.expand_adapters_swiglu(out, partials, made, rows)
         assert_close(found, twin, atol=3e-5, rtol=3e-5)
+        consumer = factors_of((48,), sizes[0], count, rank)
+        given = made, consumer, rows
+        if (pair := shrink_expand.expand_swiglu_shrink(out, partials, *given)) is not None:
+            assert torch.equal(pair[0], found)
+            own, products = rows.slots >= 0, plain.shrink_adapters(found, None, consumer, rows)
+            assert_close(pair[1].sum(0)[own], products[0][own], atol=3e-5, rtol=3e-5)
 
 
 def check_one_token(
@@ -126,6 +132,7 @@ if __name__ == "__main__":
     check([3, 0, 7, -1] * 18, (32, 32), 128, 8, 64)  # more tokens than a tile has, chunks
     check([0, 2, -1, 2] * 18, (140, 40, 16), 64, 3, 16)  # many tokens
     check([-1] * 70 + [1] * 3, (70, 70), 64, 2, 64)
+    check([0, 3, -1, 2] + [1] * 68 + [3] * 66, (1100, 1100), 64, 4, 16)  # several parts of rows
     check([1] * 66, (32,), 64, 2, 65)  # a large rank
     check([1, -1] * 33, (32,), 64, 2, 16, dora=True)
     check([0, 3, 9], (16, 16, 16, 16), 64, 12, 128)  # chunks of a part of a rank

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 from benchmarks.text_shapes import TEXT_SHAPES
-from kernels.adapters import shrink_expand
+from kernels.adapters import grouped, shrink_expand
 from kernels.adapters.factors import AdapterRows, SlotFactors
 from kernels.device import KNOWN_DEVICES
 from kernels.gemm import gemv
@@ -58,8 +58,8 @@ def test_shrink_and_expand_compile_and_fit(device: str, rank: int, counts: tuple
                 weight = like.new_empty(1536, 1024)
                 gemv.norm_linear(x, norm.weight, 1e-6, weight, pdl=pdl, changes=changes)
     names = {launch.name for launch in launches}
-    assert {"_shrink_kernel", "_expand_kernel"} <= names
-    assert ("_expand_many_kernel" in names) == (1000 in counts and rank <= 64)
+    assert {"_shrink_kernel", "_expand_kernel", "_shrink_groups_kernel"} <= names
+    assert ("_expand_groups_kernel" in names) == (1000 in counts and rank <= 64)
     for launch in launches:
         assert launch.shared_bytes <= gpu.shared_memory_bytes, launch.name
         if gpu.supports_pdl:  # a CTA without tokens waits, too
@@ -174,9 +174,9 @@ def test_a_model_needs_few_variants_and_no_step_another() -> None:
             expand = shrink_expand.expand_adapters_swiglu if is_gate_up else expand
             expand(out, products, layer, rows, pdl=2)
 
-    names = "_shrink_kernel", "_expand_kernel", "_expand_many_kernel"
-    stand_ins: dict[str, Any] = {name: _Variants(seen) for name in names}
-    with mock.patch.multiple(shrink_expand, **stand_ins):
+    few: dict[str, Any] = {f"_{name}_kernel": _Variants(seen) for name in ("shrink", "expand")}
+    many = {f"_{name}_groups_kernel": _Variants(seen) for name in ("shrink", "expand")}
+    with mock.patch.multiple(shrink_expand, **few), mock.patch.multiple(grouped, **many):
         for count in (1, 2, 64, 512, 1024, 4096):  # sizes of warm-up and of graphs
             step(count)
         assert len(seen) <= 18

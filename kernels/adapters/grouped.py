@@ -1,0 +1,306 @@
+"""Shrink and expand of `kernels.adapters.shrink_expand` for many tokens, in groups of one slot.
+
+A group's tokens stand anywhere in the step, see `TokenGroups`. A CTA of shrink reads a part of the
+inputs of a group once, and multiplies it by the factors `a` of all modules. A CTA of expand adds
+the parts of the products, and goes through several tiles of rows, whose loads are in flight
+together. No sum depends on which other tokens a step has.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.adapters.factors import AdapterRows, SlotFactors, padded_rank
+from kernels.adapters.groups import FEW_TOKENS
+from kernels.dependent_launch import wait_for_earlier
+from kernels.gemm.changes import MODULES
+from kernels.gemm.module_tiles import part_of_module
+from kernels.gemm.silu_mul import swiglu
+
+MOST_RANK = 64  # largest rank of expand, which keeps the products in registers
+
+
+class ShrinkTiles(NamedTuple):
+    """How the CTAs of shrink for many tokens are made.
+
+    Attributes:
+        columns: columns of a pipeline stage.
+        warps: warps of a CTA.
+        stages: pipeline stages.
+    """
+
+    columns: int
+    warps: int
+    stages: int
+
+
+class ExpandTiles(NamedTuple):
+    """How the CTAs of expand for many tokens are made.
+
+    Attributes:
+        rows: rows of a tile, and as many of up with SwiGLU.
+        tiles: tiles of a CTA, which reads the products once for all of them.
+        warps: warps of a CTA.
+        stages: tiles whose loads are in flight.
+        registers: registers of a thread at most. 0 for as many as the compiler chooses.
+    """
+
+    rows: int
+    tiles: int
+    warps: int
+    stages: int
+    registers: int
+
+
+# Parts of the columns of shrink, by the largest number of tokens. About half of the SMs with a CTA
+# each read as much as L2 gives. Each CTA of expand reads all parts.
+SPLITS = ((512, 8),)
+LEAST_SPLITS = 4
+SHRINK = ShrinkTiles(64, 4, 6)
+EXPAND = ExpandTiles(64, 4, 4, 3, 0)
+SWIGLU = ExpandTiles(64, 8, 4, 2, 0)
+SWIGLU_SHRINK = ExpandTiles(64, 16, 4, 2, 0)  # parts are 1,024 columns of the consumer
+
+
+def shrink(x: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0) -> Tensor:
+    """Computes `shrink_adapters` of normalized inputs `[T, K]`, whose rows are contiguous."""
+    groups, config = rows.token_groups, SHRINK
+    num_groups, size = groups.tokens.shape
+    num_tokens, num_columns = x.shape
+    _, modules, rank, _ = factors.a.shape
+    blocks = triton.cdiv(num_columns, config.columns)
+    parts = next((parts for most, parts in SPLITS if num_tokens <= most), LEAST_SPLITS)
+    span = triton.cdiv(blocks, min(parts, blocks)) * config.columns
+    splits = triton.cdiv(num_columns, span)
+    out = torch.empty(splits, num_tokens, modules, rank, dtype=torch.float32, device=x.device)
+    height = modules * rank
+    tile = min(64, padded_rank(height))
+    _shrink_groups_kernel[splits, num_groups, triton.cdiv(height, tile)](
+        x,
+        factors.a,
+        groups.tokens,
+        groups.slots,
+        out,
+        num_tokens,
+        num_columns,
+        height,
+        span,
+        TOKENS=size,
+        ROWS=tile,
+        TILE=config.columns,
+        PDL=pdl,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        launch_pdl=pdl > 0,
+    )
+    return out
+
+
+def takes(base: Tensor, products: Tensor, factors: SlotFactors) -> bool:
+    """Returns whether `expand` computes this step."""
+    _, num_tokens, _, rank = products.shape
+    is_plain = factors.factor is None and base.dim() == 2
+    return num_tokens > FEW_TOKENS and rank <= MOST_RANK and is_plain
+
+
+def expand(
+    base: Tensor,
+    out: Tensor,
+    products: Tensor,
+    factors: SlotFactors,
+    rows: AdapterRows,
+    *,
+    is_swiglu: bool,
+    consumer: SlotFactors | None = None,
+    pdl: int = 0,
+) -> Tensor:
+    """Computes `expand_adapters`, or `expand_adapters_swiglu`, into `out`.
+
+    Args:
+        base: `[T, N]`, output of the base layer.
+        out: result, which is `base` without SwiGLU.
+        products: result of `shrink_adapters`.
+        factors: factors of the layer.
+        rows: adapters of the tokens.
+        is_swiglu: True for `expand_adapters_swiglu`.
+        consumer: factors of the layer that takes the result of SwiGLU. None to compute no products
+            for it.
+        pdl: mode of dependent launch.
+
+    Returns:
+        The products of the consumer. They have no element if there is none.
+    """
+    config = SWIGLU if is_swiglu else EXPAND
+    config = config if consumer is None else SWIGLU_SHRINK
+    groups, width = rows.token_groups, 0 if consumer is None else consumer.a.shape[2]
+    num_groups, size = groups.tokens.shape
+    splits, num_tokens, modules, rank = products.shape
+    sizes = (*factors.sizes, *[0] * (MODULES - modules))
+    part = config.rows * config.tiles
+    parts = sum(triton.cdiv(each, part) for each in sizes[: 1 if is_swiglu else MODULES])
+    options = {"maxnreg": config.registers} if config.registers else {}
+    found = products.new_empty(parts, num_tokens, 1, width)
+    _expand_groups_kernel[parts, num_groups](
+        base,
+        out,
+        products,
+        factors.b,
+        groups.tokens,
+        groups.slots,
+        None if consumer is None else consumer.a,
+        found,
+        num_tokens,
+        factors.b.stride(0),
+        *sizes,
+        modules,
+        SPLITS=splits,
+        RANK=rank,
+        WIDTH=width,
+        TOKENS=size,
+        ROWS=config.rows,
+        TILES=config.tiles,
+        STAGES=config.stages,
+        SWIGLU=is_swiglu,
+        PDL=pdl,
+        num_warps=config.warps,
+        launch_pdl=pdl > 0,
+        **options,
+    )
+    return found
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _shrink_groups_kernel(
+    x_ptr,
+    a_ptr,
+    tokens_ptr,
+    slots_ptr,
+    out_ptr,
+    num_tokens,
+    num_columns,
+    height,
+    span,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes a tile of rows of a slot's `a`, `[height, num_columns]`, for a group of tokens."""
+    split, group = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    column = split * span + tl.arange(0, TILE)
+    slot = tl.load(slots_ptr + group)
+    token = tl.load(tokens_ptr + group * TOKENS + tl.arange(0, TOKENS))
+    is_token, is_row = token >= 0, row < height
+    weights = a_ptr + (slot.to(tl.int64) * height + row)[:, None] * num_columns + column[None, :]
+    inputs = x_ptr + token.to(tl.int64)[:, None] * num_columns + column[None, :]
+    # A CTA without tokens waits, too: the next kernel waits for this one alone.
+    wait_for_earlier(PDL)
+    if slot >= 0:
+        acc = tl.zeros((TOKENS, ROWS), tl.float32)
+        for at in tl.range(0, span, TILE):
+            inside = column + at < num_columns
+            weight = tl.load(weights + at, mask=is_row[:, None] & inside[None, :], other=0.0)
+            x = tl.load(inputs + at, mask=is_token[:, None] & inside[None, :], other=0.0)
+            acc = tl.dot(x, tl.trans(weight), acc)
+        place = (split * num_tokens + token).to(tl.int64)[:, None] * height + row[None, :]
+        tl.store(out_ptr + place, acc, mask=is_token[:, None] & is_row[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "modules"])
+def _expand_groups_kernel(
+    base_ptr,
+    out_ptr,
+    products_ptr,
+    b_ptr,
+    tokens_ptr,
+    slots_ptr,
+    a_ptr,
+    next_ptr,
+    num_tokens,
+    b_stride,
+    size0,
+    size1,
+    size2,
+    size3,
+    modules,
+    SPLITS: tl.constexpr,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes TILES tiles of rows of one module, or of gate and up, for a group of tokens.
+
+    With SwiGLU, tokens without adapters have groups of their own, whose products are zeros. If
+    WIDTH is not 0, it is the rank of the layer that takes the result, whose factors `a` are
+    `[slots, WIDTH, size0]`. A CTA writes its part of their products, `[parts, T, WIDTH]`.
+    """
+    num_rows = size0 + size1 + size2 + size3
+    part, group = tl.program_id(0), tl.program_id(1)
+    first, size, start, module = part * (ROWS * TILES), size0, 0, 0
+    if not SWIGLU:
+        first, size, start, module = part_of_module(part, size0, size1, size2, size3, ROWS * TILES)
+    slot = tl.load(slots_ptr + group)
+    token = tl.load(tokens_ptr + group * TOKENS + tl.arange(0, TOKENS))
+    is_token = token >= 0
+    is_known = is_token & (slot >= 0)
+    row = start + first + tl.arange(0, ROWS)
+    at_base = token.to(tl.int64)[:, None] * num_rows + row[None, :]
+    at_out = at_base
+    if SWIGLU:
+        at_out = token.to(tl.int64)[:, None] * size0 + row[None, :]
+    at_b = row.to(tl.int64)[:, None] * b_stride + tl.maximum(slot, 0) * RANK
+    at_b += tl.arange(0, RANK)[None, :]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    wait_for_earlier(PDL)
+    if slot >= (-1 if SWIGLU else 0):
+        stride = num_tokens.to(tl.int64) * (modules * RANK)
+        own = products_ptr + token.to(tl.int64) * (modules * RANK) + module * RANK
+        x = _own_products(own, is_known, stride, SPLITS, RANK, dtype)
+        up_x = x
+        if SWIGLU:
+            up_x = _own_products(own + RANK, is_known, stride, SPLITS, RANK, dtype)
+        if WIDTH:
+            height = tl.arange(0, WIDTH)
+            at_a = (tl.maximum(slot, 0) * WIDTH + height).to(tl.int64)[:, None] * size0
+            at_a += row[None, :]
+            following = tl.zeros((TOKENS, WIDTH), tl.float32)
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            at = tile * ROWS
+            is_row = first + at + tl.arange(0, ROWS) < size
+            inside = is_token[:, None] & is_row[None, :]
+            base = tl.load(base_ptr + at_base + at, mask=inside, other=0.0)
+            b = tl.load(b_ptr + at_b + at * b_stride, mask=is_row[:, None], other=0.0)
+            found = tl.dot(x, tl.trans(b), base.to(tl.float32)).to(dtype)
+            if SWIGLU:
+                up = tl.load(base_ptr + at_base + size0 + at, mask=inside, other=0.0)
+                up_b = b_ptr + at_b + (size0 + at).to(tl.int64) * b_stride
+                b = tl.load(up_b, mask=is_row[:, None], other=0.0)
+                found = swiglu(found, tl.dot(up_x, tl.trans(b), up.to(tl.float32)).to(dtype))
+            tl.store(out_ptr + at_out + at, found, mask=inside)
+            if WIDTH:
+                a = tl.load(a_ptr + at_a + at, mask=is_row[None, :], other=0.0)
+                following = tl.dot(found, tl.trans(a), following)
+        if WIDTH:
+            place = (part * num_tokens + token).to(tl.int64)[:, None] * WIDTH + height[None, :]
+            tl.store(next_ptr + place, following, mask=is_token[:, None])
+
+
+@triton.jit
+def _own_products(
+    own, known, stride, SPLITS: tl.constexpr, RANK: tl.constexpr, dtype: tl.constexpr
+):
+    """Returns the products `[TOKENS, RANK]` of each token's own slot."""
+    places = own[:, None] + tl.arange(0, RANK)[None, :]
+    total = tl.load(places, mask=known[:, None], other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(places + split * stride, mask=known[:, None], other=0.0)
+    return total.to(dtype)
