@@ -72,3 +72,11 @@ def expand_adapters_swiglu(
 ) -> Tensor:
     """Adds the changes to the output of gate and up, and applies SwiGLU: `[T, N / 2]`."""
     return silu_and_mul(expand_adapters(out, products, factors, rows))
+
+
+def expand_swiglu_shrink(
+    out: Tensor, products: Tensor, factors: SlotFactors, consumer: SlotFactors, rows: AdapterRows
+) -> tuple[Tensor, Tensor] | None:
+    """Computes `expand_adapters_swiglu`, and `shrink_adapters` of the result for its consumer."""
+    found = expand_adapters_swiglu(out, products, factors, rows)
+    return found, shrink_adapters(found, None, consumer, rows)

@@ -72,15 +72,9 @@ def expand_swiglu_shrink(
     *,
     pdl: int = 0,
 ) -> tuple[Tensor, Tensor] | None:
-    """Computes `expand_adapters_swiglu`, and `shrink_adapters` of the result for its consumer.
+    """Implements `plain.expand_swiglu_shrink`, with partial products in float32.
 
-    Args:
-        out, products, factors, rows: as for `expand_adapters_swiglu`.
-        consumer: factors of the layer that takes the result.
-        pdl: mode of dependent launch.
-
-    Returns:
-        The result and the products. None if the kernel for many tokens does not compute this step.
+    Returns None if the kernel for many tokens does not compute this step.
     """
     _, modules, width, _ = consumer.a.shape
     if not grouped.takes(out, products, factors) or modules > 1 or width > grouped.MOST_RANK:

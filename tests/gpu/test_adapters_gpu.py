@@ -124,6 +124,25 @@ def test_shrink_and_expand_agree_with_float64(
             assert error(change, (wanted - before)[~without]) < CHANGE, kind
 
 
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("count", [65, 1000, 3000])
+def test_swiglu_shrinks_the_input_of_its_consumer(rank: int, count: int) -> None:
+    torch.manual_seed(0)
+    factors, consumer = factors_of(GATE_UP, 4096, rank), factors_of(DOWN, GATE_UP[0], rank)
+    x, out = random(count, 4096), random(count, sum(GATE_UP))
+    for kind in ("none", "one", "eight", "some"):
+        rows = AdapterRows(slots_of(count, kind), SLOTS, 0, SLOTS)
+        own = rows.slots >= 0
+        products = shrink_expand.shrink_adapters(x, None, factors, rows, pdl=2)
+        given = out, products, factors
+        pair = shrink_expand.expand_swiglu_shrink(*given, consumer, rows, pdl=2)
+        assert pair is not None
+        assert torch.equal(pair[0], shrink_expand.expand_adapters_swiglu(*given, rows, pdl=2))
+        if own.any():
+            wanted = plain.shrink_adapters(pair[0], None, consumer, rows)
+            assert error(pair[1].sum(0)[own], wanted.sum(0)[own]) < CHANGE, kind
+
+
 @pytest.mark.parametrize("rank", [16, 128])
 def test_shrink_normalizes_one_token(rank: int) -> None:
     norm, factors = RMSNorm(4096, 1e-6), factors_of(QKV, 4096, rank)
@@ -364,7 +383,7 @@ def reference(
     for sequence in running:
         harness.step(harness.chunk(sequence))
     ops = harness.model.ops
-    names = "shrink_adapters", "expand_adapters", "expand_adapters_swiglu"
+    names = "shrink_adapters", "expand_adapters", "expand_adapters_swiglu", "expand_swiglu_shrink"
     twins = {"plain", "unfused"}
     with monkeypatch.context() as patch:
         for name in ("adapted_gemv", "adapted_linear"):

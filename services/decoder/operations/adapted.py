@@ -22,17 +22,20 @@ from services.common.nn.linear import Linear
 from services.decoder.operations.step_kernels import StepKernels
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Adapted:
     """The kernels that the changes of adapters replace, see `StepKernels`.
 
     Attributes:
         base: kernels for the step's number of tokens.
         rows: adapters of the step's tokens.
+        handed: products of the next layer's shrink that a kernel has computed already, with the
+            input and the layer. None if the next layer has to compute them.
     """
 
     base: StepKernels
     rows: AdapterRows
+    handed: tuple[Tensor, Linear, Tensor] | None = None
 
     def _is_base(self, layer: Linear) -> bool:
         return layer.adapters is None or not layer.adapters.applies(self.rows)
@@ -59,6 +62,9 @@ class _Adapted:
         return self.base.adapted_gemv(x, norm, residual, layer, self.rows, is_swiglu)
 
     def _shrink(self, x: Tensor, layer: Linear, norm: RMSNorm | None = None) -> Tensor:
+        handed, self.handed = self.handed, None
+        if handed is not None and handed[0] is x and handed[1] is layer:
+            return handed[2]
         return self.base.shrink_adapters(x, norm, layer.adapters.factors, self.rows)
 
     def project(self, x: Tensor, layer: Linear) -> Tensor:
@@ -116,7 +122,23 @@ class _Adapted:
             factors = layer.adapters.factors
             return self.base.expand_adapters_swiglu(out, products, factors, self.rows), residual
         normed, residual = self.base.add_norm(addend, residual, norm)
+        if not self._is_base(layer) and not self._is_base(consumer):
+            return self._swiglu_shrink(normed, layer, consumer), residual
         return self.linear_swiglu(normed, layer), residual
+
+    def _swiglu_shrink(self, x: Tensor, layer: Linear, consumer: Linear) -> Tensor:
+        """Returns the result of SwiGLU, and keeps its products for the consumer."""
+        if (found := self.base.adapted_linear(x, layer, self.rows, True)) is not None:
+            return found
+        products, factors = self._shrink(x, layer), layer.adapters.factors
+        out = self.base.project(x, layer)
+        given = out, products, factors, consumer.adapters.factors, self.rows
+        pair = self.base.expand_swiglu_shrink(*given)
+        if pair is None:
+            return self.base.expand_adapters_swiglu(out, products, factors, self.rows)
+        found, next_products = pair
+        self.handed = found, consumer, next_products
+        return found
 
     def linear_residual(self, x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
         if self._is_base(layer):

@@ -240,6 +240,33 @@ class ExpandAdaptersKernel(Protocol):
         ...
 
 
+class ExpandSwigluShrinkKernel(Protocol):
+    """Ends a layer of gate and up, and begins the changes of the layer that takes the result."""
+
+    def __call__(
+        self,
+        out: Tensor,
+        products: Tensor,
+        factors: SlotFactors,
+        consumer: SlotFactors,
+        rows: AdapterRows,
+        /,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Returns the result of `ExpandAdaptersKernel` for gate and up, and its products.
+
+        The products are those of `ShrinkAdaptersKernel` for the consumer. Returns None if the
+        operation is composed of both kernels.
+
+        Args:
+            out: `[T, N]`, output of gate and up of the base layer.
+            products: result of `ShrinkAdaptersKernel` for gate and up.
+            factors: factors of gate and up.
+            consumer: factors of the layer that takes the result.
+            rows: adapters of the tokens.
+        """
+        ...
+
+
 class AdaptedGemvKernel(Protocol):
     """Applies a linear layer that adapters change to a single token.
 
@@ -311,6 +338,7 @@ class StepKernels:
     shrink_adapters: ShrinkAdaptersKernel
     expand_adapters: ExpandAdaptersKernel
     expand_adapters_swiglu: ExpandAdaptersKernel
+    expand_swiglu_shrink: ExpandSwigluShrinkKernel
     adapted_gemv: AdaptedGemvKernel
     adapted_linear: AdaptedLinearKernel
 

@@ -450,6 +450,9 @@ ROWS: Sequence[Row] = (
         "expand_adapters_swiglu", _ADAPTERS, adapters.expand_adapters_swiglu, _half_precision,
         pdl=True,
     ),
+    *_twins(
+        "expand_swiglu_shrink", _ADAPTERS, adapters.expand_swiglu_shrink, _half_precision, pdl=True
+    ),
     Row(
         "adapted_gemv", "gemv", _adapted_gemv, _needs(_FUSED_GEMV, _half_precision, _one_rank),
         _tokens(1, tuning.GEMV_TOKENS),

@@ -139,6 +139,28 @@ def test_few_tokens_need_no_more_launches_than_the_base_model(device: str) -> No
         assert all(".maxnreg 168" in launch.ptx for launch in gemms[:2])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_prompt_has_seven_launches_more_than_the_base_model() -> None:
+    """The kernel that applies SwiGLU shrinks the input of the layer that follows."""
+    facts = KernelFacts(KNOWN_DEVICES["h100"], TEXT_SHAPES["8b"], torch.bfloat16)
+    ops, slots = Ops(table.resolve(facts)), torch.zeros(1088, dtype=torch.int64)
+    kernels = adapted(ops.for_tokens(1088), AdapterRows(slots, 2, 0, 2, True))
+    norm = RMSNorm(256, 1e-6).to(torch.bfloat16)
+    qkv = layer_of({"q_proj": 256, "k_proj": 128, "v_proj": 128}, 256)
+    gate_up = layer_of({"gate_proj": 512, "up_proj": 512}, 256)
+    o_proj, down = layer_of({"": 256}, 256), layer_of({"": 256}, 512)
+    residual = torch.empty(1088, 256, dtype=torch.bfloat16)
+    with torch.inference_mode(), compiled_launches(facts.device) as launches:
+        kernels.norm_linear(None, residual, norm, qkv)
+        assert kernels.linear_residual(residual.clone(), o_proj, residual) is None
+        inner, _ = kernels.norm_swiglu(None, residual, norm, gate_up, down)
+        assert kernels.linear_residual(inner, down, residual) is None
+    names = [launch.name for launch in launches if "_groups_kernel" in launch.name]
+    both = ["_shrink_groups_kernel", "_expand_groups_kernel"]
+    assert names == [*both * 3, "_expand_groups_kernel"]
+
+
 class _Variants:
     """Stands for a kernel, and notes the constants of its launches."""
 
