@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.adapters.groups import TokenGroups
+from kernels.adapters.token_groups import TokenGroups, group_tokens
 from kernels.gemm.changes import LEAST_RANK, Changes, num_words
 
 
@@ -101,14 +101,10 @@ class AdapterRows:
     in_graph: bool = False
     groups: TokenGroups | None = None
 
-    def grouped(self) -> "AdapterRows":
-        """Returns the same adapters with the tokens in groups, which all layers of a step share."""
-        return replace(self, groups=self.token_groups)
-
     @property
     def token_groups(self) -> TokenGroups:
         """The tokens by slot."""
-        return self.groups or TokenGroups.of(self.slots, self.count)
+        return self.groups or group_tokens(self.slots, self.count)
 
     @property
     def mask(self) -> Tensor:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.adapters.factors import AdapterRows, SlotFactors, padded_rank
-from kernels.adapters.groups import FEW_TOKENS
+from kernels.adapters.token_groups import FEW_TOKENS
 from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.changes import MODULES
 from kernels.gemm.module_tiles import part_of_module

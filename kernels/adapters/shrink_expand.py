@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kernels.adapters import grouped
 from kernels.adapters.factors import AdapterRows, Norm, SlotFactors
-from kernels.adapters.groups import FEW_TOKENS
+from kernels.adapters.token_groups import FEW_TOKENS
 from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.add_norm import rms_norm
 from kernels.gemm.changes import LEAST_RANK, MODULES

@@ -7,12 +7,13 @@ the caller.
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.adapters.factors import AdapterRows
 from kernels.attention.attention_tuning import size_class
 from kernels.attention.heads import Rotary
 from kernels.device import DeviceFacts
@@ -163,6 +164,12 @@ class Ops:
             block_size: tokens per KV block.
         """
         self.table.call("enter_step", step, rows, out, block_size, num_tokens=len(out.slots))
+
+    def group_adapters(self, rows: AdapterRows) -> AdapterRows:
+        """Returns the adapters of a step with its tokens in groups, see `TokenGroups`."""
+        num_tokens = len(rows.slots)
+        groups = self.table.call("group_tokens", rows.slots, rows.count, num_tokens=num_tokens)
+        return replace(rows, groups=groups)
 
     def rope_and_rows(
         self, positions: Tensor, slots: Tensor, rope: Rotary, dtype: torch.dtype, block_size: int

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from kernels import draft_places, plain, tuning
 from kernels.adapters import plain as adapters
 from kernels.adapters.factors import AdapterRows
+from kernels.adapters.token_groups import group_tokens
 from kernels.attention import attention_tuning
 from kernels.device import DeviceFacts
 from kernels.gemm import cublaslt, fp8_weight
@@ -444,6 +445,7 @@ ROWS: Sequence[Row] = (
         _needs(_triton, _fused_decode), _fused_decode_sequences,
     ),
     Row("fused_decode_attention", "plain", _plain(plain.fused_decode_attention)),
+    *_twins("group_tokens", "adapters.group_tokens", group_tokens),
     *_twins("shrink_adapters", _ADAPTERS, adapters.shrink_adapters, _half_precision, pdl=True),
     *_twins("expand_adapters", _ADAPTERS, adapters.expand_adapters, _half_precision, pdl=True),
     *_twins(

@@ -6,8 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.adapters import plain, shrink_expand
+from kernels.adapters import plain, shrink_expand, token_groups
 from kernels.adapters.factors import AdapterRows, SlotFactors
+from kernels.adapters.group_tokens import group_tokens
 from kernels.gemm import gemv, skinny_gemm
 from kernels.plain import norm_linear, silu_and_mul
 from kernels.tuning import GemvConfig, SkinnyConfig
@@ -122,7 +123,21 @@ def check_few_tokens(
     assert not made.words.any()
 
 
+def check_groups(num_tokens: int, count: int, most: int, size: int = 64) -> None:
+    """Groups of tokens with the slots -1 up to `most`."""
+    slots = torch.randint(-1, most, (num_tokens,))
+    wanted = token_groups.group_tokens(slots, count, size)
+    found = group_tokens(slots, count, size)
+    assert torch.equal(found.tokens, wanted.tokens) and torch.equal(found.slots, wanted.slots)
+
+
 if __name__ == "__main__":
+    check_groups(65, 1, 0)
+    check_groups(66, 1, 1)
+    check_groups(1088, 8, 8)
+    check_groups(2500, 8, 1)  # several blocks of tokens
+    check_groups(1100, 40, 40, 1)  # more groups than a block
+    check_groups(8192, 64, 3)
     check([0], (64,), 328, 1, 8)
     check([1, -1, 0, 2], (40, 16, 16), 256, 3, 16, num_partials=2)  # tiles that are not full
     check([-1, -1], (48, 48), 128, 2, 4)  # nothing to add
