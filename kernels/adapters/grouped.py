@@ -6,13 +6,12 @@ the parts of the products, and goes through several tiles of rows, whose loads a
 together. No sum depends on which other tokens a step has.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.adapters import adapter_tuning as tuning
 from kernels.adapters.factors import AdapterRows, SlotFactors, padded_rank
 from kernels.adapters.token_groups import FEW_TOKENS
 from kernels.dependent_launch import wait_for_earlier
@@ -23,57 +22,16 @@ from kernels.gemm.silu_mul import swiglu
 MOST_RANK = 64  # largest rank of expand, which keeps the products in registers
 
 
-class ShrinkTiles(NamedTuple):
-    """How the CTAs of shrink for many tokens are made.
-
-    Attributes:
-        columns: columns of a pipeline stage.
-        warps: warps of a CTA.
-        stages: pipeline stages.
-    """
-
-    columns: int
-    warps: int
-    stages: int
-
-
-class ExpandTiles(NamedTuple):
-    """How the CTAs of expand for many tokens are made.
-
-    Attributes:
-        rows: rows of a tile, and as many of up with SwiGLU.
-        tiles: tiles of a CTA, which reads the products once for all of them.
-        warps: warps of a CTA.
-        stages: tiles whose loads are in flight.
-        registers: registers of a thread at most. 0 for as many as the compiler chooses.
-    """
-
-    rows: int
-    tiles: int
-    warps: int
-    stages: int
-    registers: int
-
-
-# Parts of the columns of shrink, by the largest number of tokens. About half of the SMs with a CTA
-# each read as much as L2 gives. Each CTA of expand reads all parts.
-SPLITS = ((512, 8),)
-LEAST_SPLITS = 4
-SHRINK = ShrinkTiles(64, 4, 6)
-EXPAND = ExpandTiles(64, 4, 4, 3, 0)
-SWIGLU = ExpandTiles(64, 8, 4, 2, 0)
-SWIGLU_SHRINK = ExpandTiles(64, 16, 4, 2, 0)  # parts are 1,024 columns of the consumer
-
-
-def shrink(x: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0) -> Tensor:
+def shrink(
+    x: Tensor, factors: SlotFactors, rows: AdapterRows, *, shared_memory_bytes: int, pdl: int = 0
+) -> Tensor:
     """Computes `shrink_adapters` of normalized inputs `[T, K]`, whose rows are contiguous."""
-    groups, config = rows.token_groups, SHRINK
+    groups, config = rows.token_groups, tuning.SHRINK
     num_groups, size = groups.tokens.shape
     num_tokens, num_columns = x.shape
     _, modules, rank, _ = factors.a.shape
     blocks = triton.cdiv(num_columns, config.columns)
-    parts = next((parts for most, parts in SPLITS if num_tokens <= most), LEAST_SPLITS)
-    span = triton.cdiv(blocks, min(parts, blocks)) * config.columns
+    span = triton.cdiv(blocks, min(tuning.shrink_splits(num_tokens), blocks)) * config.columns
     splits = triton.cdiv(num_columns, span)
     out = torch.empty(splits, num_tokens, modules, rank, dtype=torch.float32, device=x.device)
     height = modules * rank
@@ -93,7 +51,7 @@ def shrink(x: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0) 
         TILE=config.columns,
         PDL=pdl,
         num_warps=config.warps,
-        num_stages=config.stages,
+        num_stages=config.stages(tile, shared_memory_bytes),
         launch_pdl=pdl > 0,
     )
     return out
@@ -114,6 +72,7 @@ def expand(
     rows: AdapterRows,
     *,
     is_swiglu: bool,
+    shared_memory_bytes: int,
     consumer: SlotFactors | None = None,
     pdl: int = 0,
 ) -> Tensor:
@@ -126,6 +85,7 @@ def expand(
         factors: factors of the layer.
         rows: adapters of the tokens.
         is_swiglu: True for `expand_adapters_swiglu`.
+        shared_memory_bytes: largest shared memory of a CTA.
         consumer: factors of the layer that takes the result of SwiGLU. None to compute no products
             for it.
         pdl: mode of dependent launch.
@@ -133,15 +93,15 @@ def expand(
     Returns:
         The products of the consumer. They have no element if there is none.
     """
-    config = SWIGLU if is_swiglu else EXPAND
-    config = config if consumer is None else SWIGLU_SHRINK
+    config = tuning.EXPAND_SWIGLU if is_swiglu else tuning.EXPAND
+    config = config if consumer is None else tuning.EXPAND_SWIGLU_SHRINK
     groups, width = rows.token_groups, 0 if consumer is None else consumer.a.shape[2]
     num_groups, size = groups.tokens.shape
     splits, num_tokens, modules, rank = products.shape
     sizes = (*factors.sizes, *[0] * (MODULES - modules))
     part = config.rows * config.tiles
     parts = sum(triton.cdiv(each, part) for each in sizes[: 1 if is_swiglu else MODULES])
-    options = {"maxnreg": config.registers} if config.registers else {}
+    stages = config.stages(rank, shared_memory_bytes, is_swiglu=is_swiglu, width=width)
     found = products.new_empty(parts, num_tokens, 1, width)
     _expand_groups_kernel[parts, num_groups](
         base,
@@ -162,12 +122,11 @@ def expand(
         TOKENS=size,
         ROWS=config.rows,
         TILES=config.tiles,
-        STAGES=config.stages,
+        STAGES=stages,
         SWIGLU=is_swiglu,
         PDL=pdl,
         num_warps=config.warps,
         launch_pdl=pdl > 0,
-        **options,
     )
     return found
 

@@ -1,19 +1,22 @@
 """Adds the changes of adapters to a linear layer's output, in two launches for all slots.
 
 The first kernel, *shrink*, multiplies each token by the factor `a` of its own slot. It runs before
-the base layer's GEMM, which loads weights meanwhile if there is one token. The second, *expand*,
-multiplies the product by `b` and adds it to the output of the GEMM. A CTA has a
-tile of tokens and finds out on the device which slots occur in it, so the launches depend neither
-on the number of adapters nor on which token has which. CTAs without such a token do nothing.
+the base layer's GEMM. The second, *expand*, multiplies the product by `b` and adds it to the output
+of the GEMM. The launches depend neither on the number of adapters nor on which token has which, so
+that a CUDA graph serves any adapters.
 
-More than 64 tokens have the kernels of `kernels.adapters.grouped`, whose tiles of tokens have one
-slot. The kernels here compute DoRA and large ranks of many tokens, too.
+Which kernel computes the change depends on the number of tokens of the step:
+
+- One token: the GEMV of the layer itself, see `kernels.gemm.gemv`.
+- 2 to 64 tokens: the skinny GEMM of the layer itself, see `kernels.gemm.skinny_changes`.
+- More tokens: shrink and expand of `kernels.adapters.grouped`, whose tiles of tokens have one slot.
+  The expand of gate and up also applies SwiGLU and does the shrink of the down projection.
+- The kernels of this file compute the rest: up to 64 tokens of quantized layers, and DoRA and
+  ranks of more than 64 for any number of tokens. A CTA has a tile of tokens and finds out on the
+  device which slots occur in it. CTAs without such a token do nothing.
 
 Few tokens leave most SMs idle during shrink, so its columns are split among CTAs, each of which
 writes a partial product. Expand adds the partial products, and loads `b` before it waits for them.
-
-Up to 64 tokens of an unquantized layer need neither kernel: the layer's own kernel computes their
-changes, see `kernels.gemm.gemv` for one token and `kernels.gemm.skinny_changes` for several.
 
 A variant of a kernel takes up to a second to compile, so constants depend on classes of token
 counts, on the rank and on the number of slots, but neither on the sizes of a layer nor on the slots
@@ -47,19 +50,31 @@ _MANY_CHUNK = 64  # the same for many tokens with a large rank or DoRA
 
 
 def expand_adapters(
-    out: Tensor, products: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0
+    out: Tensor,
+    products: Tensor,
+    factors: SlotFactors,
+    rows: AdapterRows,
+    *,
+    shared_memory_bytes: int,
+    pdl: int = 0,
 ) -> Tensor:
     """Implements `plain.expand_adapters` in place. Adds to the first of split-K partials."""
-    _expand(out, out, products, factors, rows, pdl, is_swiglu=False)
+    _expand(out, out, products, factors, rows, shared_memory_bytes, pdl, is_swiglu=False)
     return out
 
 
 def expand_adapters_swiglu(
-    out: Tensor, products: Tensor, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0
+    out: Tensor,
+    products: Tensor,
+    factors: SlotFactors,
+    rows: AdapterRows,
+    *,
+    shared_memory_bytes: int,
+    pdl: int = 0,
 ) -> Tensor:
     """Implements `plain.expand_adapters_swiglu`."""
     found = factors.b.new_empty(out.shape[-2], out.shape[-1] // 2)
-    _expand(out, found, products, factors, rows, pdl, is_swiglu=True)
+    _expand(out, found, products, factors, rows, shared_memory_bytes, pdl, is_swiglu=True)
     return found
 
 
@@ -70,6 +85,7 @@ def expand_swiglu_shrink(
     consumer: SlotFactors,
     rows: AdapterRows,
     *,
+    shared_memory_bytes: int,
     pdl: int = 0,
 ) -> tuple[Tensor, Tensor] | None:
     """Implements `plain.expand_swiglu_shrink`, with partial products in float32.
@@ -80,12 +96,28 @@ def expand_swiglu_shrink(
     if not grouped.takes(out, products, factors) or modules > 1 or width > grouped.MOST_RANK:
         return None
     found = factors.b.new_empty(out.shape[-2], out.shape[-1] // 2)
-    given = out, found, products, factors, rows
-    return found, grouped.expand(*given, is_swiglu=True, consumer=consumer, pdl=pdl)
+    next_products = grouped.expand(
+        out,
+        found,
+        products,
+        factors,
+        rows,
+        is_swiglu=True,
+        shared_memory_bytes=shared_memory_bytes,
+        consumer=consumer,
+        pdl=pdl,
+    )
+    return found, next_products
 
 
 def shrink_adapters(
-    x: Tensor, norm: Norm | None, factors: SlotFactors, rows: AdapterRows, *, pdl: int = 0
+    x: Tensor,
+    norm: Norm | None,
+    factors: SlotFactors,
+    rows: AdapterRows,
+    *,
+    shared_memory_bytes: int,
+    pdl: int = 0,
 ) -> Tensor:
     """Implements `plain.shrink_adapters`, with partial products in float32.
 
@@ -96,7 +128,8 @@ def shrink_adapters(
     x = x.contiguous()
     num_tokens, num_columns = x.shape
     if num_tokens > FEW_TOKENS:
-        return grouped.shrink(x, factors, rows, pdl=pdl)
+        room = shared_memory_bytes
+        return grouped.shrink(x, factors, rows, shared_memory_bytes=room, pdl=pdl)
     _, modules, rank, _ = factors.a.shape
     height = modules * rank
     splits = min(_SPLITS, triton.cdiv(num_columns, _SHRINK_COLUMNS))
@@ -139,6 +172,7 @@ def _expand(
     products: Tensor,
     factors: SlotFactors,
     rows: AdapterRows,
+    shared_memory_bytes: int,
     pdl: int,
     *,
     is_swiglu: bool,
@@ -148,7 +182,16 @@ def _expand(
     tokens = _tile_of_tokens(num_tokens)
     is_few = num_tokens <= FEW_TOKENS
     if grouped.takes(base, products, factors):
-        grouped.expand(base, out, products, factors, rows, is_swiglu=is_swiglu, pdl=pdl)
+        grouped.expand(
+            base,
+            out,
+            products,
+            factors,
+            rows,
+            is_swiglu=is_swiglu,
+            shared_memory_bytes=shared_memory_bytes,
+            pdl=pdl,
+        )
         return
     tile = 64 if is_few else 128
     if is_swiglu:

@@ -38,6 +38,16 @@ from services.decoder.engine.step import ComputeStep
 from tests import fp8_checkpoints, packed_checkpoints
 from tests.decoder_harness import Harness
 from tests.engine_harness import Untimed
+from tests.gpu.adapter_kernels import (
+    CHANGE,
+    DOWN,
+    GATE_UP,
+    QKV,
+    SLOTS,
+    factors_of,
+    given,
+    slots_of,
+)
 from tests.gpu.decoder_2b import options, prompts, relative
 from tests.gpu.twins import CUDA, error, random
 from tests.known_drafts import KnownSources, from_answer
@@ -51,22 +61,11 @@ from kernels.gemm.changes import Changes
 from kernels.launches import captured_graph
 
 pytestmark = pytest.mark.gpu
-SLOTS = 8
-CHANGE = 8e-3  # of the norm of a change, see above
-QKV, GATE_UP, DOWN = (4096, 1024, 1024), (12288, 12288), (4096,)
 CASES = [
     (QKV, 8, 1), (QKV, 8, 64), (QKV, 8, 3000), (GATE_UP, 8, 1), (GATE_UP, 8, 64),
     (GATE_UP, 8, 3000), (DOWN, 32, 65), (QKV, 64, 64), (QKV, 256, 5), (GATE_UP, 256, 64),
     (QKV, 256, 3000),
 ]  # fmt: skip
-
-
-def factors_of(sizes: tuple[int, ...], columns: int, rank: int, slots: int = SLOTS) -> SlotFactors:
-    """Random factors, whose changes are as large as outputs."""
-    made = SlotFactors.zeros(sizes, columns, slots, rank, random(0))
-    made.a[:, :, :rank].copy_(random(slots, len(sizes), rank, columns) * columns**-0.5)
-    made.b[..., :rank].copy_(random(sum(sizes), slots, rank) * rank**-0.5)
-    return made
 
 
 def exact(out: Tensor, x: Tensor, factors: SlotFactors, slots: Tensor) -> Tensor:
@@ -81,17 +80,6 @@ def exact(out: Tensor, x: Tensor, factors: SlotFactors, slots: Tensor) -> Tensor
                 found[own, start : start + size] += x[own].double() @ a.T @ b.T
         start += size
     return found
-
-
-def slots_of(count: int, kind: str) -> Tensor:
-    """Slots of tokens: `none`, `one`, `eight` in turn, or `some`, of which a third has none."""
-    turn = torch.arange(count, device=CUDA)
-    return {
-        "none": torch.full_like(turn, -1),
-        "one": torch.full_like(turn, 5),
-        "eight": turn % SLOTS,
-        "some": torch.where(turn % 3 == 0, -1, turn // 100 % SLOTS),
-    }[kind]
 
 
 @pytest.mark.parametrize(("sizes", "rank", "count"), CASES)
@@ -109,13 +97,13 @@ def test_shrink_and_expand_agree_with_float64(
             out = torch.randn(2, count, sum(sizes), device=CUDA)
         before = out.double().view(-1, count, sum(sizes)).sum(0)
         wanted = exact(before, x, factors, slots)
-        products = shrink_expand.shrink_adapters(x, None, factors, rows, pdl=2)
+        products = shrink_expand.shrink_adapters(x, None, factors, rows, **given())
         if sizes == GATE_UP:
-            found = shrink_expand.expand_adapters_swiglu(out, products, factors, rows, pdl=2)
+            found = shrink_expand.expand_adapters_swiglu(out, products, factors, rows, **given())
             gate, up = wanted.chunk(2, 1)
             assert error(found, torch.nn.functional.silu(gate) * up) < 2 * CHANGE, kind
             continue
-        found = shrink_expand.expand_adapters(out.clone(), products, factors, rows, pdl=2)
+        found = shrink_expand.expand_adapters(out.clone(), products, factors, rows, **given())
         assert torch.equal(found[..., without, :], out[..., without, :]), kind
         if not without.all():
             whole = found.double().view(-1, count, sum(sizes)).sum(0)
@@ -124,33 +112,14 @@ def test_shrink_and_expand_agree_with_float64(
             assert error(change, (wanted - before)[~without]) < CHANGE, kind
 
 
-@pytest.mark.parametrize("rank", [16, 64])
-@pytest.mark.parametrize("count", [65, 1000, 3000])
-def test_swiglu_shrinks_the_input_of_its_consumer(rank: int, count: int) -> None:
-    torch.manual_seed(0)
-    factors, consumer = factors_of(GATE_UP, 4096, rank), factors_of(DOWN, GATE_UP[0], rank)
-    x, out = random(count, 4096), random(count, sum(GATE_UP))
-    for kind in ("none", "one", "eight", "some"):
-        rows = AdapterRows(slots_of(count, kind), SLOTS, 0, SLOTS)
-        own = rows.slots >= 0
-        products = shrink_expand.shrink_adapters(x, None, factors, rows, pdl=2)
-        given = out, products, factors
-        pair = shrink_expand.expand_swiglu_shrink(*given, consumer, rows, pdl=2)
-        assert pair is not None
-        assert torch.equal(pair[0], shrink_expand.expand_adapters_swiglu(*given, rows, pdl=2))
-        if own.any():
-            wanted = plain.shrink_adapters(pair[0], None, consumer, rows)
-            assert error(pair[1].sum(0)[own], wanted.sum(0)[own]) < CHANGE, kind
-
-
 @pytest.mark.parametrize("rank", [16, 128])
 def test_shrink_normalizes_one_token(rank: int) -> None:
     norm, factors = RMSNorm(4096, 1e-6), factors_of(QKV, 4096, rank)
     norm.weight.data = random(4096)
     rows, x = AdapterRows(slots_of(1, "one"), SLOTS, 0, SLOTS), random(1, 4096) * 7
-    given: Norm = norm
-    found = shrink_expand.shrink_adapters(x, given, factors, rows, pdl=2).sum(0)
-    assert error(found, plain.shrink_adapters(x, given, factors, rows).sum(0)) < CHANGE
+    first: Norm = norm
+    found = shrink_expand.shrink_adapters(x, first, factors, rows, **given()).sum(0)
+    assert error(found, plain.shrink_adapters(x, first, factors, rows).sum(0)) < CHANGE
 
 
 @pytest.mark.parametrize("rank", [16, 256])
@@ -282,8 +251,8 @@ def test_dora_scales_the_output_of_its_slots(count: int) -> None:
     factors.factor[5].uniform_(0.5, 2)
     rows = AdapterRows(slots_of(count, "some"), SLOTS, 0, SLOTS)
     x, out = random(count, 4096), random(2, count, sum(QKV)).float()
-    products = shrink_expand.shrink_adapters(x, None, factors, rows)
-    found = shrink_expand.expand_adapters(out.clone(), products, factors, rows).sum(0)
+    products = shrink_expand.shrink_adapters(x, None, factors, rows, **given(0))
+    found = shrink_expand.expand_adapters(out.clone(), products, factors, rows, **given(0)).sum(0)
     twin = plain.expand_adapters(out.clone(), products, factors, rows)
     assert error(found, twin) < CHANGE
 

@@ -36,7 +36,6 @@ from services.common.nn.linear import Linear
 from services.common.nn.quantized import gemv_after_norm, of_layer
 from services.decoder.operations.kernel_facts import UNQUANTIZED, KernelFacts, attention_facts
 
-_ADAPTERS = "adapters.shrink_expand"
 _DELTA = "linear_attention.delta_rule"
 _GATES = "linear_attention.output_gates"
 _EXPERT_FORMATS = {UNQUANTIZED, "fp8_block", "fp8_channel"}
@@ -372,6 +371,19 @@ def _twins(
     )
 
 
+def _adapter_twins(operation: str, twin: Kernel) -> tuple[Row, Row]:
+    """Returns the rows of a kernel of `adapters.shrink_expand` and of its plain twin."""
+
+    def create(facts: KernelFacts) -> Kernel:
+        kernel = _kernel("adapters.shrink_expand", twin.__name__, pdl=True)(facts)
+        return partial(kernel, shared_memory_bytes=facts.device.shared_memory_bytes)
+
+    return (
+        Row(operation, "triton", create, _needs(_triton, _half_precision)),
+        Row(operation, "plain", _plain(twin)),
+    )
+
+
 _unquantized = _formats({UNQUANTIZED}, "unquantized weights")
 _packed_experts = _formats(_PACKED_FORMATS, "experts of packed codes")
 _int8_experts = _formats({"int8"}, "experts in INT8")
@@ -446,15 +458,10 @@ ROWS: Sequence[Row] = (
     ),
     Row("fused_decode_attention", "plain", _plain(plain.fused_decode_attention)),
     *_twins("group_tokens", "adapters.group_tokens", group_tokens),
-    *_twins("shrink_adapters", _ADAPTERS, adapters.shrink_adapters, _half_precision, pdl=True),
-    *_twins("expand_adapters", _ADAPTERS, adapters.expand_adapters, _half_precision, pdl=True),
-    *_twins(
-        "expand_adapters_swiglu", _ADAPTERS, adapters.expand_adapters_swiglu, _half_precision,
-        pdl=True,
-    ),
-    *_twins(
-        "expand_swiglu_shrink", _ADAPTERS, adapters.expand_swiglu_shrink, _half_precision, pdl=True
-    ),
+    *_adapter_twins("shrink_adapters", adapters.shrink_adapters),
+    *_adapter_twins("expand_adapters", adapters.expand_adapters),
+    *_adapter_twins("expand_adapters_swiglu", adapters.expand_adapters_swiglu),
+    *_adapter_twins("expand_swiglu_shrink", adapters.expand_swiglu_shrink),
     Row(
         "adapted_gemv", "gemv", _adapted_gemv, _needs(_FUSED_GEMV, _half_precision, _one_rank),
         _tokens(1, tuning.GEMV_TOKENS),

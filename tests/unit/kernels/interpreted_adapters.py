@@ -46,18 +46,19 @@ def check(
     if norm is not None:
         norm.weight.data = torch.randn(columns)
     products = plain.shrink_adapters(x, norm, made, rows)
-    partials = shrink_expand.shrink_adapters(x, norm, made, rows)
+    room = {"shared_memory_bytes": 100_000}
+    partials = shrink_expand.shrink_adapters(x, norm, made, rows, **room)
     twin = plain.expand_adapters(base.sum(0), products, made, rows)
-    assert shrink_expand.expand_adapters(out, partials, made, rows) is out
+    assert shrink_expand.expand_adapters(out, partials, made, rows, **room) is out
     assert_close(out.sum(0) if num_partials else out, twin, atol=3e-5, rtol=3e-5)
     if len(sizes) == 2:
         out = base.clone() if num_partials else base[0].clone()
         twin = plain.expand_adapters_swiglu(base.sum(0), products, made, rows)
-        found = shrink_expand.expand_adapters_swiglu(out, partials, made, rows)
+        found = shrink_expand.expand_adapters_swiglu(out, partials, made, rows, **room)
         assert_close(found, twin, atol=3e-5, rtol=3e-5)
         consumer = factors_of((48,), sizes[0], count, rank)
-        given = made, consumer, rows
-        if (pair := shrink_expand.expand_swiglu_shrink(out, partials, *given)) is not None:
+        given = out, partials, made, consumer, rows
+        if (pair := shrink_expand.expand_swiglu_shrink(*given, **room)) is not None:
             assert torch.equal(pair[0], found)
             own, products = rows.slots >= 0, plain.shrink_adapters(found, None, consumer, rows)
             assert_close(pair[1].sum(0)[own], products[0][own], atol=3e-5, rtol=3e-5)

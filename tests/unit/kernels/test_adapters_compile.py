@@ -40,20 +40,22 @@ CASES = [
 def test_shrink_and_expand_compile_and_fit(device: str, rank: int, counts: tuple[int, ...]) -> None:
     gpu, slots = KNOWN_DEVICES[device], 8
     like = torch.empty(0, dtype=torch.bfloat16)
-    sizes = (1024, 256, 256), (2048, 2048)
-    qkv, gate_up = (SlotFactors.zeros(of, 1024, slots, rank, like) for of in sizes)
+    layers = ((1024, 256, 256), 1024), ((2048, 2048), 1024), ((1024,), 2048)
+    qkv, gate_up, down = (SlotFactors.zeros(*of, slots, rank, like) for of in layers)
     with compiled_launches(gpu) as launches:
         for count in counts:
             rows = AdapterRows(torch.zeros(count, dtype=torch.int64), slots, 0, slots)
             x, pdl = like.new_empty(count, 1024), 2 * gpu.supports_pdl
+            given = {"shared_memory_bytes": gpu.shared_memory_bytes, "pdl": pdl}
             out = torch.empty(2, count, 1536) if count <= 64 else like.new_empty(count, 1536)
             norm = RMSNorm(1024, 1e-6).to(torch.bfloat16)
-            given = norm if count == 1 else None
-            products = shrink_expand.shrink_adapters(x, given, qkv, rows, pdl=pdl)
-            shrink_expand.expand_adapters(out, products, qkv, rows, pdl=pdl)
+            first = norm if count == 1 else None
+            products = shrink_expand.shrink_adapters(x, first, qkv, rows, **given)
+            shrink_expand.expand_adapters(out, products, qkv, rows, **given)
             out = like.new_empty(count, 4096)
-            products = shrink_expand.shrink_adapters(x, None, gate_up, rows, pdl=pdl)
-            shrink_expand.expand_adapters_swiglu(out, products, gate_up, rows, pdl=pdl)
+            products = shrink_expand.shrink_adapters(x, None, gate_up, rows, **given)
+            shrink_expand.expand_adapters_swiglu(out, products, gate_up, rows, **given)
+            shrink_expand.expand_swiglu_shrink(out, products, gate_up, down, rows, **given)
             if count > 64:
                 group_tokens(rows.slots, slots)
             if count == 1 and gpu.supports_pdl:
@@ -184,6 +186,7 @@ def test_a_model_needs_few_variants_and_no_step_another() -> None:
     sizes = ((4096, 1024, 1024), 4096), ((4096,), 4096), ((12288, 12288), 4096), ((4096,), 12288)
     layers = [SlotFactors.zeros(rows, columns, slots, 16, like) for rows, columns in sizes]
     norm = RMSNorm(4096, 1e-6)
+    given = {"shared_memory_bytes": KNOWN_DEVICES["h100"].shared_memory_bytes, "pdl": 2}
 
     def step(count: int, first: int = 0, last: int = slots) -> None:
         ids = torch.zeros(count, dtype=torch.int64, device="meta")
@@ -191,16 +194,20 @@ def test_a_model_needs_few_variants_and_no_step_another() -> None:
         for layer in layers:
             first_of_block = norm if count == 1 and layer.a.shape[1] > 1 else None
             x = like.new_empty(count, layer.a.shape[-1])
-            products = shrink_expand.shrink_adapters(x, first_of_block, layer, rows, pdl=2)
+            products = shrink_expand.shrink_adapters(x, first_of_block, layer, rows, **given)
             out = like.new_empty(count, sum(layer.sizes))
             if 1 < count <= 64:
                 out = torch.empty(2, *out.shape, device="meta")
             is_gate_up, expand = len(layer.sizes) == 2, shrink_expand.expand_adapters
             expand = shrink_expand.expand_adapters_swiglu if is_gate_up else expand
-            expand(out, products, layer, rows, pdl=2)
+            expand(out, products, layer, rows, **given)
+            if is_gate_up:
+                shrink_expand.expand_swiglu_shrink(out, products, layer, layers[3], rows, **given)
 
     few: dict[str, Any] = {f"_{name}_kernel": _Variants(seen) for name in ("shrink", "expand")}
-    many = {f"_{name}_groups_kernel": _Variants(seen) for name in ("shrink", "expand")}
+    many: dict[str, Any] = {
+        f"_{name}_groups_kernel": _Variants(seen) for name in ("shrink", "expand")
+    }
     with mock.patch.multiple(shrink_expand, **few), mock.patch.multiple(grouped, **many):
         for count in (1, 2, 64, 512, 1024, 4096):  # sizes of warm-up and of graphs
             step(count)
