@@ -141,7 +141,10 @@ def time_decode(shape: str, batch: int) -> None:
     layouts = layouts_of(spec, [1] * batch, batch)
     floor = batch * 2 * 4 * spec.value_size * spec.key_head_dim / BANDWIDTH
     configs = [
-        DeltaDecodeConfig(columns, warps) for columns in (16, 32, 64, 128) for warps in (1, 2, 4, 8)
+        DeltaDecodeConfig(columns, warps, limit)
+        for columns in (16, 32, 64, 128)
+        for warps in (1, 2, 4, 8)
+        for limit in (None, 128)
     ]
     for config in configs:
         per_thread = config.columns * 128 // (32 * config.warps)

@@ -3,7 +3,9 @@
 The kernel computes the convolution with its state, the gates, the norms of query and key, and the
 recurrence. A decode reads and writes the whole state, so that memory bandwidth is the limit, or the
 latency of a launch in small batches. A CTA has some columns of a head's state in registers. The
-columns are loaded before the wait for the projection, because only the previous step writes them.
+columns, and the state of the convolution, are loaded before the wait for the projection, because
+only the previous step writes them.
+
 The reference implementation is `kernels.linear_attention.delta_rule.decode`.
 """
 
@@ -31,7 +33,8 @@ def decode(
     spec, count = inputs.spec, layout.num_decodes
     config = config or delta_decode_config(count)
     columns = min(config.columns, triton.next_power_of_2(spec.value_head_dim))
-    grid = count, spec.num_value_heads, triton.cdiv(spec.value_head_dim, columns)
+    # CTAs read states in the order of their addresses.
+    grid = triton.cdiv(spec.value_head_dim, columns), spec.num_value_heads, count
     _decode_kernel[grid](
         inputs.qkv,
         inputs.beta,
@@ -59,6 +62,7 @@ def decode(
         COLUMNS=columns,
         PDL=pdl,
         num_warps=config.warps,
+        maxnreg=config.max_registers,
         launch_pdl=pdl > 0,
     )
 
@@ -75,17 +79,37 @@ def gates(  # noqa: ANN201 - Triton blocks have no type
 
 
 @triton.jit
-def _mixed(
-    own, conv, weight_ptr, channel, inside, index, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
+def _inside(index, SIZE: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """Mask of indices below SIZE, a constant if all are."""
+    if IS_WHOLE:
+        return tl.full(index.shape, True, tl.int1)
+    else:
+        return index < SIZE
+
+
+@triton.jit
+def _load_taps(
+    conv, weight_ptr, channel, inside, index, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Computes SiLU of the convolution at some channels of a token. `conv` is the slot's state."""
-    total = tl.zeros_like(own.to(tl.float32))
+    """Loads inputs of earlier tokens with their weights, and the weight of the token's own input,
+    at some channels. `conv` is the slot's state.
+    """
+    taps = ()
     for back in tl.static_range(WIDTH - 1, 0, -1):
         column = (index + WIDTH - back) % WIDTH
         before = tl.load(conv + column * CHANNELS + channel, mask=inside & (index >= back), other=0)
         weight = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - back, mask=inside, other=0)
-        total += before.to(tl.float32) * weight.to(tl.float32)
-    weight = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=inside, other=0)
+        taps += ((before, weight),)
+    return taps, tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=inside, other=0)
+
+
+@triton.jit
+def _mixed(own, taps, weight, WIDTH: tl.constexpr):
+    """Computes SiLU of the convolution at some channels of a token."""
+    total = tl.zeros_like(own.to(tl.float32))
+    for tap in tl.static_range(WIDTH - 1):
+        before, its_weight = taps[tap]
+        total += before.to(tl.float32) * its_weight.to(tl.float32)
     total += own.to(tl.float32) * weight.to(tl.float32)
     return (total / (1.0 + tl.exp(-total))).to(own.dtype).to(tl.float32)
 
@@ -118,47 +142,54 @@ def _decode_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    sequence, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     index = tl.load(lens_ptr + sequence) - 1
     slot = tl.load(slots_ptr + sequence)
+    token = tl.load(starts_ptr + sequence).to(tl.int64)
     row, column = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
-    is_row, is_column = row < KEY_DIM, column < VALUE_DIM
+    is_row = _inside(row, KEY_DIM, ROWS == KEY_DIM)
+    is_column = _inside(column, VALUE_DIM, VALUE_DIM % COLUMNS == 0)
     place = (slot * HEADS + head) * (KEY_DIM * VALUE_DIM) + row[:, None] * VALUE_DIM + column
     inside = is_row[:, None] & is_column
     # The state before the first token is zero, and the contents of the slot are ignored.
     state = tl.load(state_ptr + place, mask=inside & (index > 0), other=0.0)
+    conv = conv_ptr + slot * (WIDTH * CHANNELS)
+    # Channels of the query and of the key are computed together, as rows of a pair.
+    pair = tl.arange(0, 2 * ROWS)
+    is_pair = _inside(pair % ROWS, KEY_DIM, ROWS == KEY_DIM)
+    at_pair = pair // ROWS * KEY_SIZE + head // GROUP * KEY_DIM + pair % ROWS
+    at_value = 2 * KEY_SIZE + head * VALUE_DIM + column
+    taps, weight = _load_taps(conv, weight_ptr, at_pair, is_pair, index, CHANNELS, WIDTH)
+    value_taps, value_weight = _load_taps(
+        conv, weight_ptr, at_value, is_column, index, CHANNELS, WIDTH
+    )
     a_log = tl.load(a_log_ptr + head)
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
     wait_for_earlier(PDL)
     if index >= 0:  # a negative index is padding of a captured step
-        token = tl.load(starts_ptr + sequence).to(tl.int64)
         dtype: tl.constexpr = out_ptr.dtype.element_ty
+        own = qkv_ptr + token * qkv_stride
+        own_value = tl.load(own + at_value, mask=is_column, other=0.0)
         beta = tl.load(beta_ptr + token * beta_stride + head)
         decay = tl.load(decay_ptr + token * decay_stride + head)
+        own_pair = tl.load(own + at_pair, mask=is_pair, other=0.0)
         log_decay, beta = gates(beta, decay, a_log, dt_bias, dtype)
-
-        own, conv = qkv_ptr + token * qkv_stride, conv_ptr + slot * (WIDTH * CHANNELS)
-        at_query = head // GROUP * KEY_DIM + row
-        at_key, at_value = KEY_SIZE + at_query, 2 * KEY_SIZE + head * VALUE_DIM + column
-        own_query = tl.load(own + at_query, mask=is_row, other=0.0)
-        own_key = tl.load(own + at_key, mask=is_row, other=0.0)
-        own_value = tl.load(own + at_value, mask=is_column, other=0.0)
-        query = _mixed(own_query, conv, weight_ptr, at_query, is_row, index, CHANNELS, WIDTH)
-        key = _mixed(own_key, conv, weight_ptr, at_key, is_row, index, CHANNELS, WIDTH)
-        value = _mixed(own_value, conv, weight_ptr, at_value, is_column, index, CHANNELS, WIDTH)
+        both = _mixed(own_pair, taps, weight, WIDTH)
+        value = _mixed(own_value, value_taps, value_weight, WIDTH)
         # No CTA of this step reads the column of this token.
         kept = conv + index % WIDTH * CHANNELS
         is_first = (head % GROUP == 0) & (block == 0)
-        tl.store(kept + at_query, own_query, mask=is_row & is_first)
-        tl.store(kept + at_key, own_key, mask=is_row & is_first)
+        tl.store(kept + at_pair, own_pair, mask=is_pair & is_first)
         tl.store(kept + at_value, own_value, mask=is_column)
 
-        query = query * (tl.rsqrt(tl.sum(query * query) + NORM_EPS) * KEY_DIM**-0.5)
-        key = key * tl.rsqrt(tl.sum(key * key) + NORM_EPS)
+        both = tl.reshape(both, (2, ROWS))
+        both *= tl.rsqrt(tl.sum(both * both, axis=1) + NORM_EPS)[:, None]
+        query, key = tl.split(tl.trans(both))
+        query *= KEY_DIM**-0.5
         state = state * tl.exp(log_decay)
         delta = (value - tl.sum(state * key[:, None], axis=0)) * beta
         state += key[:, None] * delta[None, :]
+        tl.store(state_ptr + place, state, mask=inside)
         found = tl.sum(state * query[:, None], axis=0)
         out = out_ptr + (token * HEADS + head) * VALUE_DIM + column
         tl.store(out, found.to(dtype), mask=is_column)
-        tl.store(state_ptr + place, state, mask=inside)

@@ -22,6 +22,7 @@ from kernels.linear_attention import (
 )
 from kernels.linear_attention.draft_runs import KeptInputs
 from kernels.linear_attention.states import StateCache, StateLayout
+from kernels.tuning import DeltaDecodeConfig
 from services.common.model_spec import LinearAttentionSpec
 from tests.cases import cases
 from tests.unit.kernels.delta_rule_steps import (
@@ -46,6 +47,7 @@ def check_step(
     padding: int = 0,
     repeated: bool = False,
     saves: tuple[int, ...] = (),
+    config: DeltaDecodeConfig | None = None,
 ) -> None:
     """Outputs and states of a step, those kept within chunks among them; sequences without a token
     are a captured step's padding.
@@ -59,7 +61,7 @@ def check_step(
     shape = used + padding, spec.num_value_heads, spec.value_head_dim
     found, expected = torch.zeros(shape), torch.zeros(shape)
     if num_decodes:
-        delta_rule_decode.decode(inputs, layout.cache.layer(0), layout, found)
+        delta_rule_decode.decode(inputs, layout.cache.layer(0), layout, found, config=config)
         delta_rule.decode(inputs, twin.cache.layer(0), twin, expected)
     if num_decodes < len(lengths):
         delta_rule_prefill.prefill(inputs, layout.cache.layer(0), layout, found, layout.saved(0))
@@ -149,6 +151,7 @@ if __name__ == "__main__":
     check_step(twice, [1, 1, 1], [5, 0, 2], 3)
     check_step(thrice, [1, 1], [1, 7], 2)
     check_step(thrice, [1, 0, 0], [5, 0, 0], 3)
+    check_step(twice, [1, 1, 0], [5, 0, 0], 3, config=DeltaDecodeConfig(4, 4))
     check_step(spec_of(1, 2, 16, 16), [70, 2, 130], [0, 3, 9], 0, saves=(63, 135, 199))
     check_step(thrice, [1, 0, 65, 0, 1], [4, 0, 1, 0, 0], 2, padding=30, saves=(64,))
     check_step(spec_of(1, 1, 16, 16), [150], [0], 0, repeated=True)

@@ -19,7 +19,7 @@ from kernels.linear_attention import (
 )
 from kernels.linear_attention.draft_runs import run_table
 from kernels.linear_attention.states import prefill_pieces
-from kernels.tuning import DeltaPrefillConfig, delta_prefill_config
+from kernels.tuning import DeltaPrefillConfig, delta_decode_config, delta_prefill_config
 from tests.cases import first
 from tests.gpu_compiler import compiled_launches
 from tests.unit.kernels.delta_rule_steps import (
@@ -45,7 +45,9 @@ def test_kernels_compile_and_fit(gpu: str) -> None:
     out = torch.zeros(70, 32, 128, dtype=BF16)
     runs, kept = random_runs(spec, [(9, 1, 2)], 3, BF16, CPU)
     with compiled_launches(facts) as found:
-        delta_rule_decode.decode(inputs, layout.cache.layer(0), layout, out, pdl=pdl)
+        for config in map(delta_decode_config, (1, 64)):
+            states = layout.cache.layer(0)
+            delta_rule_decode.decode(inputs, states, layout, out, pdl=pdl, config=config)
         delta_rule_verify.verify(inputs, runs.cache.layer(0), runs, kept.layer(0), out, pdl=pdl)
         delta_rule_prefill.prefill(
             inputs, layout.cache.layer(0), layout, out, layout.saved(0), device=facts
@@ -62,7 +64,7 @@ def test_kernels_compile_and_fit(gpu: str) -> None:
             torch.zeros(9, 2, 16, 4, 256, dtype=BF16), torch.zeros(2, 70, dtype=torch.int64), True,
         )  # fmt: skip
         qk_rope_cache(heads, None, torch.zeros(70, 16, 256, dtype=BF16), pdl=pdl)
-    assert len(found) == 13
+    assert len(found) == 14
     for launch in found:
         assert launch.shared_bytes <= facts.shared_memory_bytes, launch
         assert "ld.global" in launch.ptx
