@@ -23,6 +23,7 @@ ALLOWED: dict[str, str] = {
     "kernels/attention/fused_decode_attention.py::_fused_decode_kernel": "one kernel",
     "kernels/attention/hopper_attention.py::_attend": "one kernel's main loop",
     "kernels/attention/hopper_attention.py::ragged_attention_kernel": "one kernel",
+    "kernels/attention/paged_decode_attention.py::_attend": "one loop",
     "kernels/attention/paged_decode_attention.py::_paged_decode_kernel": "one kernel",
     "kernels/attention/prefill_kernel.py::_attend_pass": "one kernel's main part",
     "kernels/gemm/gemv.py::_gemv_kernel": "one kernel",

@@ -88,6 +88,8 @@ class PagedDecodeConfig:
             sequences.
         beside_many: CTAs per SM and pipeline stages beside prefill attention, for more sequences.
         few: largest number of sequences for which `beside_few` is used.
+        words: True if values of an e4m3 cache are read as words of four bytes. A warp then has at
+            least the eight columns of an MMA of each byte of the words.
     """
 
     kv_heads: int
@@ -97,6 +99,7 @@ class PagedDecodeConfig:
     beside_few: tuple[int, int] = (1, 3)
     beside_many: tuple[int, int] = (2, 3)
     few: int = 64
+    words: bool = False
 
     @property
     def tile_tokens(self) -> int:
@@ -157,8 +160,14 @@ _CLASSES: dict[tuple[int, int, int], SizeClass] = {
 }
 
 
-# For an e4m3 cache and any class. `alone` was measured for the 8B model on an H100.
-_FP8_PAGED = PagedDecodeConfig(8, alone=(2, 3))
+# For an e4m3 cache and any class, by the head_dim, rounded up to a power of two. `alone` was
+# measured on an H200 with four key heads in an item. Other heads are too narrow for words, and
+# their configuration is extrapolated from heads of 128 elements on an H100.
+_FP8_PAGED = {
+    128: PagedDecodeConfig(8, 128, alone=(2, 3), words=True),
+    256: PagedDecodeConfig(8, alone=(2, 4), words=True),
+}
+_FP8_PAGED_NARROW = PagedDecodeConfig(8, alone=(2, 3))
 
 
 def size_class(facts: AttentionFacts) -> SizeClass:
@@ -195,17 +204,20 @@ def paged_decode_config(facts: AttentionFacts) -> PagedDecodeConfig:
     A work item has as many key heads as fit the rows of an MMA, up to the tuned number.
     """
     tuned = size_class(facts).paged
+    width = 1 << (facts.head_dim - 1).bit_length()
     if facts.fp8_cache:
-        tuned = replace(_FP8_PAGED, kv_heads=tuned.kv_heads)
+        tuned = replace(_FP8_PAGED.get(width, _FP8_PAGED_NARROW), kv_heads=tuned.kv_heads)
     kv_heads = tuned.kv_heads
     while kv_heads > 1 and (
         kv_heads * facts.group_size > _MMA_ROWS or facts.num_kv_heads % kv_heads
     ):
         kv_heads //= 2
-    width = 1 << (facts.head_dim - 1).bit_length()
     stage_bytes = 2 * tuned.tile_rows * width * (1 if facts.fp8_cache else facts.dtype.itemsize)
-    # Tiles in e4m3 are stored in shared memory a second time, in the model's dtype.
-    decoded_bytes = tuned.tile_rows * width * facts.dtype.itemsize if facts.fp8_cache else 0
+    # Tiles in e4m3 are stored in shared memory a second time, in the model's dtype, unless values
+    # are read as words.
+    decoded_bytes = 0
+    if facts.fp8_cache and not tuned.words:
+        decoded_bytes = tuned.tile_rows * width * facts.dtype.itemsize
     room = facts.device.shared_memory_bytes
 
     def fitting(ctas: int, stages: int) -> tuple[int, int]:

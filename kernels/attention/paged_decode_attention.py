@@ -25,7 +25,13 @@ from kernels.attention.attention_tuning import (
     PagedDecodeConfig,
     paged_decode_config,
 )
-from kernels.attention.fp8_codec import decode_e4m3
+from kernels.attention.fp8_codec import (
+    decode_e4m3,
+    decode_scaled,
+    decode_words,
+    factor_after,
+    factor_before,
+)
 from kernels.attention.fp8_pages import as_bytes
 
 _PREFETCHED_TILES = 1  # tiles that are prefetched to L2 while the previous kernel ends
@@ -116,6 +122,7 @@ class PagedDecodeAttention:
             CTAS=num_ctas,
             SCRATCH=self._m_l.shape[1],
             FP8=kv_scales is not None,
+            WORDS=config.words and kv_scales is not None,
             PDL=pdl,
             BESIDE_PREFILL=beside_prefill,
             num_warps=config.num_warps,
@@ -151,6 +158,7 @@ def _paged_decode_kernel(
     CTAS: tl.constexpr,
     SCRATCH: tl.constexpr,
     FP8: tl.constexpr,
+    WORDS: tl.constexpr,
     PDL: tl.constexpr,
     BESIDE_PREFILL: tl.constexpr,
 ):
@@ -207,6 +215,8 @@ def _paged_decode_kernel(
         query = tl.load(query_ptr + number * (HEADS * DIM) + offset, mask=inside, other=0.0)
         if FP8:
             query = _times(query, scale_place + item * KV_HEADS)
+        if WORDS:
+            query = (query.to(tl.float32) * factor_before(query.dtype)).to(query.dtype)
         m_i, l_i, acc = _attend(
             query,
             cache_ptr + item * (KV_HEADS * DIM),
@@ -222,7 +232,10 @@ def _paged_decode_kernel(
             BLOCK_SIZE,
             TILE,
             STAGES,
+            WORDS,
         )
+        if WORDS:
+            acc *= factor_after(query.dtype)
         if FP8:
             acc = _times(acc, scale_place + (ITEMS + item) * KV_HEADS)
         begin = unit - first
@@ -334,11 +347,19 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """Computes row max, row sum and accumulator of a softmax in base 2 over tokens [begin, end).
 
     `begin` is the first token of a unit. STRIDE is the number of elements from a token of a block
     to the next.
+
+    With WORDS, which needs e4m3, a value is loaded as words of four bytes. Tensor cores take the
+    first bytes of all words as a matrix, then the second bytes, and so on: a thread has words of
+    two tokens, as it has two elements of 16 bits, and reads 32 bits at a time from shared memory
+    where it otherwise reads single bytes. The matrices and the keys are scaled by powers of two,
+    see `fp8_codec.decode_words`: the query has to be multiplied by `factor_before`, and the
+    accumulator by `factor_after`.
     """
     ROWS: tl.constexpr = query.shape[0]
     UNIT: tl.constexpr = TILE // KV_HEADS
@@ -349,47 +370,74 @@ def _attend(
     matches = own[:, None] == (row % KV_HEADS)[None, :]
     m_i = tl.full((ROWS,), -1e30, tl.float32)
     p_sum = tl.zeros((ROWS, TILE), tl.float32)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if WORDS:
+        acc0 = tl.zeros((ROWS, COLUMNS // 4), tl.float32)
+        acc1, acc2, acc3 = acc0, acc0, acc0
+        scale *= factor_after(query.dtype)
+    else:
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     # Block ids are loaded a tile ahead, so that loads of keys and values do not wait. A tile is
     # part of one block, or consists of whole blocks.
     if UNIT <= BLOCK_SIZE:
-        offset = (token * STRIDE + row % KV_HEADS * DIM)[:, None] + column[None, :]
+        start = token * STRIDE + row % KV_HEADS * DIM
         block = tl.load(table_ptr + begin // BLOCK_SIZE)
     else:
-        offset = (token % BLOCK_SIZE * STRIDE + row % KV_HEADS * DIM)[:, None] + column[None, :]
+        start = token % BLOCK_SIZE * STRIDE + row % KV_HEADS * DIM
         block = tl.load(
             table_ptr + (begin + token) // BLOCK_SIZE, mask=begin + token < end, other=0
         )
+    offset = start[:, None] + column[None, :]
+    if WORDS:
+        word = tl.arange(0, COLUMNS // 4)
+        word_offset = (start // 4)[:, None] + word[None, :]
+        values_ptr = keys_ptr.to(tl.pointer_type(tl.int32)) + BLOCK_SIZE * STRIDE // 4
     for at in tl.range(begin, end, UNIT, num_stages=STAGES):
         inside = token < end - at
         following = at + UNIT
+        line = block.to(tl.int64) * (2 * BLOCK_SIZE)
         if UNIT <= BLOCK_SIZE:
-            line = block.to(tl.int64) * (2 * BLOCK_SIZE * STRIDE) + at % BLOCK_SIZE * STRIDE
-            ptr = keys_ptr + line + offset
+            line += at % BLOCK_SIZE
             block = tl.load(table_ptr + following // BLOCK_SIZE, mask=following < end, other=0)
         else:
-            line = block.to(tl.int64) * (2 * BLOCK_SIZE * STRIDE)
-            ptr = keys_ptr + line[:, None] + offset
+            line = line[:, None]
             block = tl.load(
                 table_ptr + (following + token) // BLOCK_SIZE,
                 mask=following + token < end,
                 other=0,
             )
+        ptr = keys_ptr + line * STRIDE + offset
         mask = inside[:, None]
         if COLUMNS > DIM:
             mask = mask & (column < DIM)[None, :]
         key = tl.load(ptr, mask=mask, other=0.0)
-        value = tl.load(ptr + BLOCK_SIZE * STRIDE, mask=mask, other=0.0)
-        if keys_ptr.dtype.element_ty == tl.uint8:
-            key, value = decode_e4m3(key, query.dtype), decode_e4m3(value, query.dtype)
+        if WORDS:
+            mask = inside[:, None]
+            if COLUMNS > DIM:
+                mask = mask & (word < DIM // 4)[None, :]
+            value = tl.load(values_ptr + line * (STRIDE // 4) + word_offset, mask=mask, other=0)
+            key = decode_scaled(key, query.dtype)
+        else:
+            value = tl.load(ptr + BLOCK_SIZE * STRIDE, mask=mask, other=0.0)
+            if keys_ptr.dtype.element_ty == tl.uint8:
+                key, value = decode_e4m3(key, query.dtype), decode_e4m3(value, query.dtype)
         score = tl.dot(query, tl.trans(key))
         score = tl.where(matches & inside[None, :], score, float("-inf"))
         new_m = tl.maximum(m_i, tl.max(score, axis=1) * scale)
         p = tl.exp2(score * scale - new_m[:, None])
         alpha = tl.exp2(m_i - new_m)
         p_sum = p_sum * alpha[:, None] + p
-        acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None])
+        if WORDS:
+            p = (p * factor_before(query.dtype)).to(query.dtype)
+            value0, value1, value2, value3 = decode_words(value, query.dtype)
+            acc0 = tl.dot(p, value0, acc0 * alpha[:, None])
+            acc1 = tl.dot(p, value1, acc1 * alpha[:, None])
+            acc2 = tl.dot(p, value2, acc2 * alpha[:, None])
+            acc3 = tl.dot(p, value3, acc3 * alpha[:, None])
+        else:
+            acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None])
         m_i = new_m
+    if WORDS:
+        acc = tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)).reshape(ROWS, COLUMNS)
     return m_i, tl.sum(p_sum, axis=1), acc
 
 

@@ -169,6 +169,12 @@ def check_all() -> None:
     check_paged([60, 141], 10, 2, 32, 5)
     check_paged([33, 98], 6, 2, 48, 3)
     check_paged([60, 141], 32, 1, 16, 5)
+    # Values as words of four bytes: tiles of whole blocks, of parts of one, and padded heads.
+    check_paged([60, 141], 8, 2, 128, 5)
+    check_paged([33, 98], 3, 1, 80, 3)
+    check_paged([15, 16, 7, 120], 16, 4, 64, 4, PagedDecodeConfig(4, words=True))
+    check_paged([60, 141], 10, 2, 32, 5, PagedDecodeConfig(1, 32, words=True))
+    check_paged([33, 98], 6, 2, 48, 3, PagedDecodeConfig(2, words=True))
 
 
 if __name__ == "__main__":

@@ -159,7 +159,37 @@ def test_kernels_with_a_cache_in_e4m3_compile_and_fit(name: str) -> None:
         kernels.append(prefill(facts))
         assert "wgmma" in kernels[-1].ptx and 2 * (kernels[-1].shared_bytes + 1024) <= room
     for kernel in kernels:
-        assert "fma.rn.bf16x2" in kernel.ptx and "e4m3" not in kernel.ptx
+        decoding = "shl.b32 pair" if kernel is kernels[1] else "fma.rn.bf16x2"
+        assert decoding in kernel.ptx and "e4m3" not in kernel.ptx
+
+
+WIDE = [(16, 4, 256), (32, 8, 128), (32, 32, 80)]
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "kv_heads", "dim"),
+    first(1, [(name, *shape) for name in DEVICES for shape in WIDE]),
+)
+def test_values_are_read_as_words(name: str, heads: int, kv_heads: int, dim: int) -> None:
+    """Not as single bytes, whose loads from shared memory would take longer than those from memory:
+    a thread loads 32 bits of four values at a time, or 128 of keys.
+    """
+    device = KNOWN_DEVICES[name]
+    facts = replace(facts_of(device, heads, kv_heads, dim), fp8_cache=True)
+    for beside in (False, True):
+        kernel = paged(facts, 65, beside_prefill=beside)
+        ctas_per_sm = kernel.grid[0] // device.num_sms
+        assert ctas_per_sm * (kernel.shared_bytes + 1024) <= device.shared_memory_bytes + 1024
+        assert not re.search(r"ld\.shared\.\w*[bus]8", kernel.ptx)
+        assert "shl.b32 pair" in kernel.ptx
+
+
+@pytest.mark.parametrize("name", first(1, ["l40s", "h100"]))
+def test_values_of_narrow_heads_are_read_as_bytes(name: str) -> None:
+    facts = replace(facts_of(KNOWN_DEVICES[name], 14, 2, 64), fp8_cache=True)
+    kernel = paged(facts, 64, beside_prefill=False)
+    assert kernel.shared_bytes <= facts.device.shared_memory_bytes
+    assert "shl.b32 pair" not in kernel.ptx and "fma.rn.bf16x2" in kernel.ptx
 
 
 def test_kernels_say_what_they_cannot_serve() -> None:
