@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from services.common.clock import Clock
+from services.common.process.device_turns import NO_TURNS, Turns
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, StepDone
 from services.decoder.engine.schedule.recurrent_states import RecurrentStates
@@ -14,6 +15,7 @@ from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from tests.fake_runner import FakeRunner, Reference, expected_tokens, mask_of, runner_info
 from tests.integrity import check_engine
 from tests.known_drafts import KnownSources
+from tests.random_turns import RandomTurns
 
 KEYS = tuple(bytes([n]) * 32 for n in range(1, 5))
 
@@ -30,8 +32,8 @@ class Harness:
 
     Images that the engine requests again arrive `again_after` steps later; a token mask arrives
     `mask_after` steps after the token before it. With `plans`, the engine plans while it waits.
-    `clock` is the engine's clock. With `max_drafts`, sequences verify drafts, of which a share of
-    `right_drafts` is right.
+    `clock` is the engine's clock, and `turns` are its turns. With `max_drafts`, sequences verify
+    drafts, of which a share of `right_drafts` is right.
     Without `prefix_caching`, no sequence finds the blocks of others.
     """
 
@@ -49,6 +51,7 @@ class Harness:
         runner: type[FakeRunner] = FakeRunner,
         max_drafts: int = 0,
         right_drafts: float = 0.8,
+        turns: Turns = NO_TURNS,
         **info: int | str,
     ) -> None:
         self.runner = runner(runner_info(max_drafts=max_drafts, **info))
@@ -60,7 +63,10 @@ class Harness:
             step_cost=step_cost or Untimed(),
             clock=clock,
             max_drafts=max_drafts,
+            turns=turns,
         )
+        if isinstance(turns, RandomTurns):
+            turns.watch(self.engine)
         alone: dict[int, Reference] = {}
 
         def token(message: AddSequence, index: int) -> int:
@@ -117,7 +123,7 @@ class Harness:
         self.launches.append({number for batch in batches for number, _, _ in batch})
         check_engine(self.engine)
         # A step that only reads the last one's end may come to nothing; two of them are a deadlock.
-        waits = done is None and self.engine.has_work
+        waits = done is None and self.engine.has_work and not self.engine.turns.is_waiting
         self._idle_steps = self._idle_steps + 1 if waits else 0
         assert self._idle_steps < 2, "there is work, and nothing runs"
         for event in done.events if done else ():

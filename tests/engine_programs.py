@@ -9,14 +9,17 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
+from services.common.process.device_turns import NO_TURNS
 from services.decoder.engine.messages import AddSequence, ImageSpan, ResetPrefixCache
 from services.decoder.engine.step import Step
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import FakeRunner, add_message, expected_tokens
+from tests.random_turns import RandomTurns
 
 _IMAGE_TOKENS = 6
 # Lengths of prompts that fill their last block, so that equal prompts are found whole.
@@ -121,7 +124,11 @@ def _rarely(values: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
     return st.integers(0, 3).flatmap(lambda case: values if case == 3 else st.none())
 
 
-def engines(least_blocks: int, most_blocks: int) -> st.SearchStrategy[dict[str, int]]:
+# Turns of an engine that shares its device. Each example has its own.
+turns = st.builds(RandomTurns, st.integers(0, 2**16), st.sampled_from([0.0, 0.05, 0.3, 1.0]))
+
+
+def engines(least_blocks: int, most_blocks: int) -> st.SearchStrategy[dict[str, Any]]:
     """Arguments of a `Harness` that hold for engines of all models."""
     return st.fixed_dictionaries(
         {
@@ -131,6 +138,7 @@ def engines(least_blocks: int, most_blocks: int) -> st.SearchStrategy[dict[str, 
             "num_blocks": st.integers(least_blocks, most_blocks),
             "again_after": st.integers(0, 6),
             "mask_after": st.integers(0, 6),
+            "turns": st.just(NO_TURNS) | turns,
         }
     )
 

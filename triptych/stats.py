@@ -117,6 +117,10 @@ def line(before: Reading, now: Reading) -> str | None:
     if images := gained("triptych_gateway_encodes_total"):
         known = 1 - gained("triptych_gateway_encodes_total{computed}") / images
         parts.append(f"images {images:.0f}, cached {known:.1%}")
+    if turns := gained("triptych_encoder_gpu_turns_total"):
+        encoder_s = gained("triptych_encoder_gpu_turn_wait_seconds_total")
+        decoder_s = gained("triptych_decoder_gpu_turn_wait_seconds_total")
+        parts.append(f"GPU turns {turns:.0f}, waited {encoder_s:.1f} s, decoder {decoder_s:.1f} s")
     return "; ".join(parts)
 
 

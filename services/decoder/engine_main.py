@@ -20,8 +20,9 @@ from msgspec import structs
 
 from services.common.adapter_config import AdapterError
 from services.common.nn.collectives import ALONE, Ranks
-from services.common.nn.device import resolve_device
+from services.common.nn.device import gpu_uuid, resolve_device
 from services.common.process.channel import ChannelClosed, EngineChannel
+from services.common.process.device_turns import NO_TURNS, TURN_POLL_S, open_turns
 from services.common.process.engine_process import EngineEnd, accept, leave
 from services.common.process.heartbeat import Ping, Pong
 from services.common.process.process_memory import freeze_gc
@@ -89,6 +90,8 @@ def run(
     while True:
         if engine.waits:
             messages = channel.receive(0.0, awake_s=_MASK_POLL_S)
+        elif engine.turns.is_waiting:
+            messages = channel.receive(TURN_POLL_S)
         elif engine.has_work:
             messages = channel.receive(0.0)
         else:
@@ -182,6 +185,10 @@ def _serve(
     step_ms = cost.default_step_ms if settings.step_ms is None else settings.step_ms
     size = {} if cost.efficient_tokens == sys.maxsize else {"step_tokens": cost.efficient_tokens}
     log.info("steps are timed", extra={"fields": {"step_ms": round(step_ms, 1), **size}})
+    # Several ranks take no turns: they would have to wait for each other on several GPUs.
+    turns = NO_TURNS
+    if on_gpu and processes is None:
+        turns = open_turns(gpu_uuid(torch.device(device)), exclusive=False)
     engine = Engine(
         runner,
         overlap=on_gpu,
@@ -190,6 +197,7 @@ def _serve(
         step_ms=step_ms,
         max_drafts=runner.info.max_drafts,
         step_cost=cost,
+        turns=turns,
     )
     freeze_gc()
     channel.send(structs.replace(runner.info, max_drafts=engine.speculation.max_drafts))

@@ -28,6 +28,8 @@ _TOTALS = {
         "Token masks that missed their step, so that the sequence got no token in it.",
     ),
     "busy_s": ("busy_seconds", "Seconds in which a step was in flight."),
+    "num_turns": ("gpu_turns", "Turns taken on a GPU that an encoder may share."),
+    "turn_wait_s": ("gpu_turn_wait_seconds", "Seconds of waiting for a turn on a shared GPU."),
 }
 
 

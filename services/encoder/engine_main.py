@@ -28,13 +28,14 @@ from services.common.images.image_key import key_prefix
 from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec, VisionSpec
 from services.common.nn.adapter import Adapter
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, fingerprint
-from services.common.nn.device import resolve_device, resolve_dtype
+from services.common.nn.device import gpu_uuid, resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.layer_formats import set_methods
 from services.common.nn.merged_checkpoint import MergedCheckpoint, open_checkpoint
 from services.common.nn.weights import DUMMY_FINGERPRINT, load_weights
 from services.common.process.channel import ChannelClosed, EngineChannel
+from services.common.process.device_turns import NO_TURNS, open_turns
 from services.common.process.engine_process import REFUSED, EngineEnd, accept, leave
 from services.common.process.pod_limits import memory_limit_bytes, num_cpus
 from services.common.process.process_memory import freeze_gc
@@ -138,12 +139,16 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     )
     freeze_gc()
     log.info("ready on %s in %.1f s", device, time.monotonic() - start)
+    turns = NO_TURNS
+    if shares_device and device.type == "cuda":
+        turns = open_turns(gpu_uuid(device), exclusive=True)
     Engine(
         channel,
         runner,
         preprocessor,
         max_batch_patches=batch_budget(device),
         workers=num_threads,
+        turns=turns,
     ).run()
 
 

@@ -47,6 +47,10 @@ class EncoderMetrics:
         self.images_encoded = counter("images_encoded", "Images run through the vision tower.")
         self.patches_encoded = counter("patches_encoded", "Patches run through the vision tower.")
         self.busy_seconds = counter("busy_seconds", "Seconds in which a batch was on the device.")
+        self.turns = counter("gpu_turns", "Batches that had a shared GPU in a turn.")
+        self.turn_wait_seconds = counter(
+            "gpu_turn_wait_seconds", "Seconds of waiting for a turn on a shared GPU."
+        )
         self.fetches = counter("fetches", "Embeddings sent to decoders.")
         self.fetched_bytes = counter("fetched_bytes", "Bytes of embeddings sent to decoders.")
         self.shared_fetches = counter(
@@ -100,6 +104,8 @@ class EncoderMetrics:
         self.batch_images.observe(stats.num_images - last.num_images)
         self.batch_patches.observe(stats.num_patches - last.num_patches)
         self.busy_seconds.inc(stats.busy_s - last.busy_s)
+        self.turns.inc(stats.num_turns - last.num_turns)
+        self.turn_wait_seconds.inc(stats.turn_wait_s - last.turn_wait_s)
         new_patches = stats.num_patches - last.num_patches
         self.patches_encoded.inc(new_patches)
         self._recent_s = _REMEMBERED * self._recent_s + stats.busy_s - last.busy_s

@@ -8,8 +8,8 @@ from services.common.settings import Address, EngineServiceSettings, Port
 class EncoderSettings(EngineServiceSettings):
     """The settings, read once at the start and passed to the engine process as JSON.
 
-    A `memory_fraction` below one half means that other processes share the device. Very large
-    images then leave the device idle half of the time.
+    A `memory_fraction` below one half means that other processes share the device. Large batches
+    then take turns with decoders, and very large images leave the device idle half of the time.
 
     Attributes:
         address: address of the gRPC server.

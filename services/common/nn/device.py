@@ -20,6 +20,11 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def gpu_uuid(device: torch.device) -> str:
+    """Returns the name of a GPU that is the same in all processes of the machine."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """The data type that a setting names. `auto` is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":

@@ -66,7 +66,13 @@ class DraftReader:
                 chunk.drafts = tuple(ids.tolist())
 
     def look(
-        self, batch: Batch, pending: PendingStep, now: float, *, in_flight: bool
+        self,
+        batch: Batch,
+        pending: PendingStep,
+        now: float,
+        *,
+        in_flight: bool,
+        is_last: bool = False,
     ) -> Batch | None:
         """Looks for drafts behind the tokens of a step, and notes the step's time.
 
@@ -75,12 +81,13 @@ class DraftReader:
             pending: the step.
             now: time at which the tokens were read, by the engine's clock.
             in_flight: True if a later step is in flight.
+            is_last: True if no step may be launched now.
 
         Returns:
             The next batch, if it is to be launched while the device makes the drafts, else None.
         """
         times, decodes = self._times, self._scheduler.decodes
-        if not self._ahead or in_flight or self._needs_ids(batch):
+        if not self._ahead or in_flight or is_last or self._needs_ids(batch):
             if (drafts := pending.drafts()) is not None:
                 times.drafted(self._clock() - now, in_flight=in_flight)
             decodes.speculation.timed(batch.chunks, times.read(batch, now, in_flight=in_flight))

@@ -10,6 +10,10 @@ ended with its token of step n; its token of step n + 1 is then discarded. And t
 sequence for step n + 1 depends on its token of step n, so the mask arrives while step n + 1 is
 computed. Such a step is launched in two parts. The model comes first. The sampling follows when the
 masks have arrived, or when the device would become idle otherwise; `MaskGate` decides that.
+
+If an encoder uses the same GPU, steps run in the engine's turns (`DeviceTurns`). A turn is taken
+before a launch. When it is due to end, the engine launches no further step, reads the results of
+the steps in flight, and ends the turn.
 """
 
 import logging
@@ -22,6 +26,7 @@ import numpy as np
 from kernels.sampling import ALL_MASKED, NOT_FINITE
 from services.common.clock import Clock
 from services.common.errors import InternalError, InvalidRequest, NoTokenAllowed, TriptychError
+from services.common.process.device_turns import NO_TURNS, Turns
 from services.decoder.engine.draft_reader import DraftReader
 from services.decoder.engine.launch_gate import LaunchGate
 from services.decoder.engine.mask_gate import MaskGate
@@ -74,6 +79,7 @@ class Engine:
         step_cost: the model that learns how long steps last. Defaults to a new one.
         max_drafts: the most drafts of a sequence in a step, see `Speculation`.
         clock: the clock that times steps and deadlines.
+        turns: the engine's turns on a device that it shares. By default it shares none.
 
     Attributes:
         runner: the owner of the device.
@@ -82,6 +88,7 @@ class Engine:
         speculation: decides how many drafts each sequence verifies.
         scheduler: the scheduler of the engine's sequences.
         drafts: the reader of drafts that come behind tokens.
+        turns: the engine's turns on a device that it shares.
         sequences: the sequences that have not ended, by id.
         pending: the steps that were launched and whose results were not read, oldest first: number
             of the step, its plan, its result. These steps are *in flight*.
@@ -98,9 +105,11 @@ class Engine:
         step_cost: StepCost | None = None,
         max_drafts: int = 0,
         clock: Clock = time.monotonic,
+        turns: Turns = NO_TURNS,
     ) -> None:
         info = self.info = runner.info
         self.runner = runner
+        self.turns = turns
         self._clock = clock
         self._overlap = overlap
         self._out_of_memory = out_of_memory
@@ -138,7 +147,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if `step` has something to do even if no further message arrives."""
-        launches = self.pending or self.planned is not None
+        launches = self.pending or self.planned is not None or self.turns.is_waiting
         return bool(launches or self._events or self._delayed) or self.scheduler.has_work
 
     @property
@@ -239,7 +248,7 @@ class Engine:
         """
         self._sample()
         begun = self._clock()
-        batch = self.planned[0] if self.planned is not None else self.scheduler.schedule()
+        batch = self._next_batch()
         if batch.chunks:
             self._launch(batch)
             launch_s = self._clock() - begun
@@ -256,8 +265,13 @@ class Engine:
             self.gate.read(self.pending[0][1] if self.pending else None, now)
             self.drafts.read_ids(oldest)
             self._postprocess(oldest, output)
-            if following := self.drafts.look(oldest, pending, now, in_flight=bool(self.pending)):
+            in_flight, is_last = bool(self.pending), self.turns.is_due
+            if following := self.drafts.look(
+                oldest, pending, now, in_flight=in_flight, is_last=is_last
+            ):
                 self._launch(following)
+        if not self.pending and not self._needs_turn:
+            self.turns.release()
         if self._delayed:
             first = self._first_in_flight()
             self._events += [event for step, event in self._delayed if step < first]
@@ -304,7 +318,39 @@ class Engine:
             drafts=self.speculation.totals,
             num_blocks_to_host=self._blocks.host.num_saved,
             num_blocks_from_host=self._blocks.host.num_loaded,
+            num_turns=self.turns.num_turns,
+            turn_wait_s=self.turns.waited_s,
         )
+
+    def _next_batch(self) -> Batch:
+        """Returns the batch to launch now. It is empty if there is nothing to launch, or if the
+        engine may launch nothing because it does not have its turn, or has had it for long enough.
+        """
+        is_due = self.turns.is_due
+        if is_due and not self.pending:
+            self.turns.release()
+            is_due = False
+        if is_due or (self.sequences and not self._take_turn()):
+            self._discard_plan()
+            return Batch([], 0)
+        return self.planned[0] if self.planned is not None else self.scheduler.schedule()
+
+    @property
+    def _needs_turn(self) -> bool:
+        """True if the engine should keep its turn, or its wait for it, with no step in flight."""
+        turns = self.turns
+        if turns.is_waiting:
+            return bool(self.sequences)
+        return self.scheduler.has_work and not turns.is_due
+
+    def _take_turn(self) -> bool:
+        """Returns whether the engine has its turn, which may begin now."""
+        was_waiting = self.turns.is_waiting
+        has_turn = self.turns.try_take()
+        if was_waiting and has_turn:  # Steps have not lasted for as long as the engine waited.
+            self._times.resumed(self._clock())
+            self.gate.resumed()
+        return has_turn
 
     def _sample(self) -> None:
         """Samples the launched step that waits for token masks, if there is one. Sequences whose

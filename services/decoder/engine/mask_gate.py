@@ -153,6 +153,10 @@ class MaskGate:
             if chunk.samples:
                 chunk.sequence.token_mask = None  # the step has the mask
 
+    def resumed(self) -> None:
+        """Notes that the next launch came late because another process had the device."""
+        self._sampled_at = 0.0
+
     def read(self, following: Batch | None, now: float) -> None:
         """Notes that the oldest step's result was read.
 

@@ -391,6 +391,8 @@ class EngineStats(msgspec.Struct, array_like=True):
         drafts: totals of drafts. None if there is no speculation.
         num_blocks_to_host: number of KV blocks copied to the host so far.
         num_blocks_from_host: number of KV blocks copied back so far.
+        num_turns: number of turns so far on a GPU that is shared with an encoder.
+        turn_wait_s: seconds so far for which the engine waited for its turns.
     """
 
     num_running: int
@@ -407,6 +409,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     drafts: DraftTotals | None = None
     num_blocks_to_host: int = 0
     num_blocks_from_host: int = 0
+    num_turns: int = 0
+    turn_wait_s: float = 0.0
 
 
 class ImagesOf(msgspec.Struct, array_like=True):

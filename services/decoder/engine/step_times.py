@@ -41,6 +41,12 @@ class StepTimes:
         if not in_flight:
             self._busy_since = now
 
+    def resumed(self, now: float) -> None:
+        """Notes that the engine could launch no step until now, because another process had the
+        device.
+        """
+        self._read_at = now
+
     def launched(self, batch: Batch, seconds: float, before: Batch, *, is_late: bool) -> None:
         """Notes that a step was launched while the step before it was not read yet.
 

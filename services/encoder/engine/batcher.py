@@ -79,21 +79,29 @@ class Batcher:
         del self._queue[bisect_left(self._queue, entry)]
         return True
 
-    def next_batch(self) -> list[int]:
+    def next_batch(self, most_patches: int | None = None) -> list[int]:
         """Removes the images of the next batch from the queue.
 
+        Args:
+            most_patches: budget of this batch if it is less than that of all batches. Larger images
+                stay in the queue.
+
         Returns:
-            Job ids of the batch, in the order of the queue. Empty only if the queue is empty.
+            Job ids of the batch, in the order of the queue. Without `most_patches`, it is empty
+            only if the queue is empty.
         """
-        chosen: list[int] = []
+        chosen: list[_Entry] = []
         patches_left = self._max_batch_patches
+        if most_patches is not None:
+            patches_left = min(patches_left, most_patches)
         for entry in self._queue:
-            fits = entry.kind == self._queue[0].kind and entry.num_patches <= patches_left
-            if fits or not chosen:
-                chosen.append(entry.job_id)
+            is_of_kind = not chosen or entry.kind == chosen[0].kind
+            may_be_large = not chosen and most_patches is None
+            if is_of_kind and (may_be_large or entry.num_patches <= patches_left):
+                chosen.append(entry)
                 patches_left -= entry.num_patches
             if patches_left <= 0:
                 break
-        for job_id in chosen:
-            self.remove(job_id)
-        return chosen
+        for entry in chosen:
+            self.remove(entry.job_id)
+        return [entry.job_id for entry in chosen]

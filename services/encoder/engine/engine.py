@@ -18,6 +18,10 @@ both can run. Jobs pass through four kinds of threads:
 The other threads hand results to the loop through one mailbox. If an image cannot be decoded, its
 job fails alone. If a batch fails on the device, its jobs run again, together and then in ever
 smaller batches, until the job that fails is alone. If the device is broken, the process ends.
+
+If decoders use the same GPU, a large batch runs in a turn of the encoder (`DeviceTurns`), which
+ends with the batch. Until the turn begins, the loop chooses no other large batch, and launches
+batches that need no turn. It polls for the turn, so that it never stops for it.
 """
 
 import logging
@@ -34,6 +38,7 @@ from torch import Tensor
 from services.common.clock import Clock
 from services.common.errors import Cancelled, InternalError, Overloaded, TriptychError
 from services.common.process.channel import ChannelClosed, EngineChannel
+from services.common.process.device_turns import NO_TURNS, TURN_POLL_S, Turns
 from services.common.process.heartbeat import Ping, Pong
 from services.common.threads import NamedThread
 from services.encoder.decoding.clips.questions import DECODER_THREADS
@@ -73,6 +78,8 @@ class Engine:
         which several later become one image token.
         workers: number of threads of the preprocessing pool. The videos of one tenant
             occupy at most `workers` - 1 of them. The only thread may be occupied by them.
+        turns: the engine's turns on a GPU that decoders use, too. By default large batches take no
+            turns.
         clock: monotonic clock, in seconds.
     """
 
@@ -84,6 +91,7 @@ class Engine:
         *,
         max_batch_patches: int,
         workers: int,
+        turns: Turns = NO_TURNS,
         clock: Clock = time.monotonic,
     ) -> None:
         self._channel = channel
@@ -103,6 +111,14 @@ class Engine:
         max_further = max(0, (workers - 1) // DECODER_THREADS - 1)
         self._videos = VideoQueue(self._unprepared, self._jobs, preprocessor, max_further)
         self._launched: deque[LaunchedBatch] = deque()
+        self._turns = turns
+        self._takes_turns = turns is not NO_TURNS
+        self._most_small_patches = max_batch_patches  # most patches of a batch without a turn
+        if self._takes_turns:
+            self._most_small_patches = runner.most_patches_without_turn(max_batch_patches)
+        self._large: list[int] = []  # jobs of a batch that waits for its turn
+        self._with_turn: LaunchedBatch | None = None  # the batch on the device that has a turn
+        self._is_held_up = False  # whether all queued images have to wait for a turn
         self._stopping = False
         self._num_images = 0
         self._num_patches = 0
@@ -145,6 +161,7 @@ class Engine:
         finally:
             self._awaited.put(None)
             self._unprepared.close()
+            self._turns.release()
 
     # Methods of the receiver's thread.
 
@@ -243,14 +260,21 @@ class Engine:
 
     def _read_mailbox(self) -> None:
         """Handles all items of the mailbox. If there are none, waits for an item, unless a batch
-        can be launched.
+        can be launched. While a batch waits for its turn, the wait is short.
         """
         try:
             item = self._mailbox.get(block=False)
         except queue.Empty:
-            if len(self._batcher) > 0 and len(self._launched) < _MAX_LAUNCHED:
+            has_images = len(self._batcher) > 0 and not self._is_held_up
+            if has_images and len(self._launched) < _MAX_LAUNCHED:
                 return
-            item = self._mailbox.get()
+            is_waiting = self._turns.is_waiting
+            if self._may_take_turn and not is_waiting and not self._stopping:
+                return  # the turn may begin at once
+            try:
+                item = self._mailbox.get(timeout=TURN_POLL_S if is_waiting else None)
+            except queue.Empty:
+                return
         self._handle(item)
         with suppress(queue.Empty):
             while True:
@@ -298,15 +322,43 @@ class Engine:
         )
 
     def _launch_next(self) -> None:
-        if len(self._launched) >= _MAX_LAUNCHED or self._stopping:
+        if self._stopping:
             return
-        if chosen := self._batcher.next_batch():
-            if not self._launched:
-                self._busy_since = self._clock()
+        if self._may_take_turn and self._turns.try_take():
+            # At once, even if this is one batch more than `_MAX_LAUNCHED`, because decoders wait.
+            large, self._large = self._large, []
+            self._launch(large, has_turn=True)
+        elif len(self._launched) < _MAX_LAUNCHED and (chosen := self._next_batch()):
             self._launch(chosen)
 
-    def _launch(self, chosen: Sequence[int]) -> None:
+    @property
+    def _may_take_turn(self) -> bool:
+        """True if a large batch waits and would begin soon in a turn: before it, the device has at
+        most small batches. A turn would otherwise stop decoders until another large batch ends.
+        """
+        return bool(self._large) and all(
+            sum(image.unit.num_patches for image in batch.images) <= self._most_small_patches
+            for batch in self._launched
+        )
+
+    def _next_batch(self) -> list[int]:
+        """Returns the jobs of the next batch that needs no turn. Empty if there is none."""
+        self._is_held_up = False
+        if not self._large:
+            chosen = self._batcher.next_batch()
+            if not self._takes_turns or not chosen:
+                return chosen
+            if not self._runner.needs_turn([self._jobs[job_id] for job_id in chosen]):
+                return chosen
+            self._large = chosen
+        chosen = self._batcher.next_batch(self._most_small_patches)
+        self._is_held_up = not chosen
+        return chosen
+
+    def _launch(self, chosen: Sequence[int], *, has_turn: bool = False) -> None:
         now = self._clock()
+        if not self._launched:
+            self._busy_since = now
         images = [self._jobs[job_id] for job_id in chosen]
         for job in images:
             job.launched_at = now
@@ -324,8 +376,12 @@ class Engine:
             self._runner.recover()
             self._busy_since = self._clock()
             self._run_apart(images)
+            if has_turn:
+                self._turns.release()
         else:
             self._launched.append(batch)
+            if has_turn:
+                self._with_turn = batch
             # On a CPU, `launch` returns when the batch is done, so there is nothing to wait for.
             if not self._runner.is_done(batch):
                 self._awaited.put(batch)
@@ -354,6 +410,9 @@ class Engine:
 
     def _finish(self, batch: LaunchedBatch) -> None:
         finite = self._runner.finish(batch)
+        if batch is self._with_turn:
+            self._with_turn = None
+            self._turns.release()
         now = self._clock()
         self._busy_s += now - self._busy_since
         self._busy_since = now  # The next batch, if one was launched, begins now.
@@ -363,7 +422,16 @@ class Engine:
             error = None if is_finite else InternalError("the embedding is not finite")
             self._end(image.job_id, error)
         calls = self._runner.kernel_calls
-        self._send(EngineStats(self._num_images, self._num_patches, calls, self._busy_s))
+        self._send(
+            EngineStats(
+                self._num_images,
+                self._num_patches,
+                calls,
+                self._busy_s,
+                num_turns=self._turns.num_turns,
+                turn_wait_s=self._turns.waited_s,
+            )
+        )
 
     def _end(self, job_id: int, error: TriptychError | None) -> None:
         """Ends a job and reports its end to the front.

@@ -135,12 +135,16 @@ class EngineStats(msgspec.Struct, tag="stats"):
         num_patches: number of patches that were run, before merging.
         kernel_calls: number of kernel calls, by "operation=implementation".
         busy_s: seconds during which a batch was on the device.
+        num_turns: number of turns on a GPU that is shared with decoders.
+        turn_wait_s: seconds for which large batches waited for their turns.
     """
 
     num_images: int
     num_patches: int
     kernel_calls: dict[str, int] = {}
     busy_s: float = 0.0
+    num_turns: int = 0
+    turn_wait_s: float = 0.0
 
 
 EngineMessage = EngineReady | FeatureDone | ImageDone | ActiveJobs | EngineStats | Pong

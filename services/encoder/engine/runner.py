@@ -21,7 +21,12 @@ from services.common.geometry import Grid, Unit
 from services.encoder.engine.arena_writer import ArenaWriter
 from services.encoder.engine.graphs import TowerGraphs, buckets
 from services.encoder.engine.job import Job
-from services.encoder.engine.throttle import Throttle, count_flops
+from services.encoder.engine.throttle import (
+    Throttle,
+    count_flops,
+    most_patches_without_turn,
+    needs_turn,
+)
 
 if TYPE_CHECKING:
     from services.encoder.models import VisionTower
@@ -64,7 +69,7 @@ class Runner:
         arena: memory for the embeddings, shared with the front. It is pinned on CUDA.
         adapted: towers of adapters, of the same sizes. They run without CUDA graphs.
         shares_device: True if another process uses the GPU, too. Very large batches then leave the
-            GPU idle half of the time.
+            GPU idle half of the time. The caller takes turns for large batches, see `needs_turn`.
     """
 
     def __init__(
@@ -105,6 +110,14 @@ class Runner:
         """
         with self._on_stream():
             return self._launch(images)
+
+    def needs_turn(self, images: Sequence[Job]) -> bool:
+        """Returns whether a batch should have a turn, if the GPU is shared with decoders."""
+        return needs_turn(count_flops(self._model.spec, [image.unit.grid for image in images]))
+
+    def most_patches_without_turn(self, most: int) -> int:
+        """Returns how many patches a batch may have without a turn, but at most `most`."""
+        return most_patches_without_turn(self._model.spec, most)
 
     @property
     def kernel_calls(self) -> dict[str, int]:

@@ -1,14 +1,18 @@
-"""Inserts idle time into very large batches, so that a decoder on the same GPU gets half of it.
+"""Decides which batches take turns with decoders on the same GPU, and slows down larger ones.
 
-Processes on one GPU are time-sliced. While an image of 4096 x 4096 occupies the GPU for a second,
-each short decode step waits for several slices. Therefore a large batch leaves the GPU idle after
-each feature, for as long as that part of the tower takes. No host thread waits meanwhile. The
-runner uses this only if the encoder shares its GPU. `benchmarks/LOG.md` (burst) has the
-measurements, and ADR 0029 the decision.
+Processes on one GPU are time-sliced, which costs a tenth of the GPU while both have work. Therefore
+a large batch has the GPU in a turn (`DeviceTurns`), without decoders. A smaller batch takes no
+turn, because the change from one process to another costs some milliseconds. Neither does a very
+large batch, for which answers would stand still for too long: an image of 4096 x 4096 occupies the
+GPU for a second. Such a batch leaves the GPU idle after each feature, for as long as that part of
+the tower takes, because otherwise each short decode step would wait for several slices. No host
+thread waits meanwhile. All of this holds only if the encoder shares its GPU. `benchmarks/LOG.md`
+(burst, "Turns on the card") has the measurements, and ADR 0029 the decision.
 """
 
 import ctypes
 import functools
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +21,8 @@ import torch
 from services.common.geometry import Grid
 from services.common.model_spec import TowerSpec
 
+# Some 20 ms on an H200, several times what a turn costs.
+_TURN_FLOPS = 1e13
 # A fifth of a second on an H200: several times what a full batch of usual images takes.
 _LARGE_BATCH_FLOPS = 1e14
 
@@ -31,6 +37,21 @@ def count_flops(spec: TowerSpec, grids: Iterable[Grid]) -> float:
     weights, hidden = spec.block_weights, spec.hidden_size
     sizes = [height * width for _, height, width in grids]
     return spec.depth * sum(n * (2.0 * weights + 4.0 * spec.attended(n) * hidden) for n in sizes)
+
+
+def needs_turn(flops: float) -> bool:
+    """Returns whether a batch with this number of floating-point operations should have a turn."""
+    return _TURN_FLOPS <= flops < _LARGE_BATCH_FLOPS
+
+
+def most_patches_without_turn(spec: TowerSpec, most: int) -> int:
+    """Returns the largest number of patches with which no batch has a turn, but at most `most`.
+
+    A batch of several images has fewer operations than one image with all of the patches.
+    """
+    return bisect_left(
+        range(1, most + 1), _TURN_FLOPS, key=lambda patches: count_flops(spec, [(1, 1, patches)])
+    )
 
 
 class Throttle:

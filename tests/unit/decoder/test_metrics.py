@@ -38,6 +38,7 @@ def test_gauges_of_a_silent_engine_are_left_out_until_it_speaks() -> None:
     engine = SimpleNamespace(silence_s=1.0)
     metrics.engine = cast("EngineProcess", engine)
     stats = EngineStats(3, 5, 25, 100, 0, 0, 0, 0, num_lacking_images=2, busy_s=1.5)
+    stats.num_turns, stats.turn_wait_s = 7, 0.5
     metrics.engine_step(stats, 0)
     value = registry.get_sample_value
     assert value("triptych_decoder_kv_usage_ratio") == 0.75
@@ -45,6 +46,8 @@ def test_gauges_of_a_silent_engine_are_left_out_until_it_speaks() -> None:
     assert value("triptych_decoder_sequences_waiting", {"for": "image"}) == 2
     assert value("triptych_decoder_sequences_waiting", {"for": "engine"}) == 3
     assert value("triptych_decoder_busy_seconds_total") == 1.5
+    assert value("triptych_decoder_gpu_turns_total") == 7
+    assert value("triptych_decoder_gpu_turn_wait_seconds_total") == 0.5
     engine.silence_s = MAX_SILENCE_S + 1
     text = generate_latest(registry).decode()
     assert "decoder_kv_" not in text and "triptych_decoder_sequences_running" not in text

@@ -44,6 +44,15 @@ def test_a_removed_image_is_in_no_batch() -> None:
     assert batcher.next_batch() == [2] and not batcher.remove(2)
 
 
+def test_a_smaller_budget_leaves_larger_images_in_the_queue() -> None:
+    batcher = Batcher(100)
+    for job_id, size in ((1, 500), (2, 60), (3, 30), (4, 30), (5, 5)):
+        batcher.add(job_id, size)
+    assert batcher.next_batch(50) == [3, 5]
+    assert batcher.next_batch(20) == []
+    assert [batcher.next_batch() for _ in range(3)] == [[1], [2, 4], []]
+
+
 @given(st.lists(st.integers(1, 300), max_size=60), st.integers(1, 200))
 def test_an_image_waits_for_as_many_batches_as_there_are_older_ones(
     sizes: list[int], budget: int

@@ -11,9 +11,9 @@ from services.encoder.decoding.clips.clip_pool import ClipPool
 from services.encoder.decoding.preprocess import Preprocessor
 from services.encoder.decoding.source import Source, Video
 from services.encoder.engine.messages import EncodeImage, PlaceImage
+from tests.encoder_harness import FakePreprocessor, Running, wait_until
 from tests.in_process_decoder import InProcessDecoders
 from tests.unit.encoder.test_clip_pool import Held
-from tests.unit.encoder.test_engine import FakePreprocessor, Running, wait_until
 from tests.videos import make
 
 pytestmark = pytest.mark.nightly

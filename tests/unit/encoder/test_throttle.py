@@ -1,9 +1,14 @@
-"""A batch that keeps a shared GPU busy for long leaves it idle half of the time."""
+"""A large batch has a shared GPU in a turn. A very large one leaves it idle half of the time."""
 
 import pytest
 
 from services.common.families.qwen3_vl import DeepStackTower
-from services.encoder.engine.throttle import Throttle, count_flops
+from services.encoder.engine.throttle import (
+    Throttle,
+    count_flops,
+    most_patches_without_turn,
+    needs_turn,
+)
 
 TWO_B = DeepStackTower(24, 1024, 4096, 16, 3, 16, 2, 2, 2048, 2304, (5, 11, 17))
 
@@ -31,3 +36,22 @@ def test_only_large_batches_are_throttled() -> None:
     usual = count_flops(TWO_B, [(1, 64, 64)] * 8)  # as much as a batch may have
     assert throttle.idle_s(usual, 4) == 0.0
     assert throttle.idle_s(count_flops(TWO_B, [(1, 128, 128)]), 4) == 0.0
+
+
+def test_a_batch_of_large_images_needs_a_turn_and_one_of_usual_images_does_not() -> None:
+    for images, expected in (
+        ([(1, 64, 64)], False),
+        ([(1, 64, 64)] * 3, True),
+        ([(1, 150, 112)], True),  # a page of 1,800 x 2,400
+        ([(1, 256, 256)], False),  # is throttled
+    ):
+        assert needs_turn(count_flops(TWO_B, images)) is expected
+
+
+def test_images_that_overtake_a_large_batch_need_no_turn() -> None:
+    most = most_patches_without_turn(TWO_B, 12_288)
+    assert 4096 < most < 12_288
+    assert not needs_turn(count_flops(TWO_B, [(1, 1, most)]))
+    assert needs_turn(count_flops(TWO_B, [(1, 1, most + 1)]))
+    assert not needs_turn(count_flops(TWO_B, [(1, 1, most // 2)] * 2))
+    assert most_patches_without_turn(TWO_B, 100) == 100

@@ -90,6 +90,13 @@ def test_the_line_says_what_happened() -> None:
     )
     assert line(Reading(5.0, now), Reading(15.0, now | {"triptych_decoder_sequences_running": 0.0,
                 "triptych_decoder_sequences_waiting": 0.0})) is None  # fmt: skip
+    turns = {
+        "triptych_encoder_gpu_turns_total": 28.0,
+        "triptych_encoder_gpu_turn_wait_seconds_total": 0.5,
+        "triptych_decoder_gpu_turn_wait_seconds_total": 2.1,
+    }
+    text = line(Reading(5.0, now), Reading(15.0, now | turns))
+    assert text is not None and text.endswith("; GPU turns 28, waited 0.5 s, decoder 2.1 s")
     # A process that has just been away does not count as work undone.
     assert line(Reading(5.0, now), Reading(15.0, {})) is None
 

@@ -1,0 +1,211 @@
+"""Turns of the processes that share a GPU: the encoder's large batches and decoders' steps.
+
+Kernels of two processes on one GPU are time-sliced, which costs a tenth of the GPU while both have
+work. Therefore an encoder has the GPU alone for a large batch, and decoders have it between such
+batches. Decoders do not exclude each other.
+
+There are two lock files for each GPU, in a folder that the processes of the machine share. `card`
+is held while a process has its turn, by an encoder exclusively and by decoders shared. `next` is
+held by the one process that waits for `card`: whoever wants a turn takes `next`, then `card`, and
+then gives up `next`. So no process can have a second turn while another one waits, and a process
+that has its turn sees by `next` that another one waits. The locks are those of `flock`. The kernel
+frees them when their process ends, in whatever way it ends.
+
+Containers that do not share `/dev/shm` do not see each other's locks, and so take no turns.
+"""
+
+import fcntl
+import logging
+import os
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import Protocol
+
+from services.common.clock import Clock
+
+log = logging.getLogger(__name__)
+
+# Seconds between two tries of a process that waits for its turn.
+TURN_POLL_S = 0.0002
+# A process that does not give up its turn for so long is stopped or hangs.
+_MAX_WAIT_S = 5.0
+# Seconds without turns after that.
+_PAUSE_S = 60.0
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class Turns(Protocol):
+    """The turns of one process. One thread calls all methods.
+
+    Attributes:
+        num_turns: number of turns so far.
+        waited_s: seconds so far in which the process waited for turns that it then had.
+    """
+
+    num_turns: int
+    waited_s: float
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if `try_take` was called without success, so that it should be called again soon."""
+        ...
+
+    @property
+    def is_due(self) -> bool:
+        """True if the process has its turn and should give it up: another process waits, and the
+        turn has lasted for as long as this process has waited for it.
+        """
+        ...
+
+    def try_take(self) -> bool:
+        """Returns whether the process has its turn, which may begin now. Does not wait."""
+        ...
+
+    def release(self) -> None:
+        """Ends the turn, or the wait for it."""
+        ...
+
+
+class NoTurns:
+    """The turns of a process that shares its device with nobody: it may always begin."""
+
+    num_turns = 0
+    waited_s = 0.0
+    is_waiting = False
+    is_due = False
+
+    def try_take(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+NO_TURNS = NoTurns()
+
+
+class DeviceTurns:
+    """The turns of one process on one GPU.
+
+    A process that waits for `_MAX_WAIT_S` takes no turns for a minute: the process that has the
+    GPU is stopped or hangs, and must not stop others.
+
+    Args:
+        gpu: name of the GPU, the same in all processes of the machine.
+        exclusive: True if no other process may have its turn at the same time.
+        directory: folder of the lock files.
+        clock: clock of the waits, in seconds.
+
+    Raises:
+        OSError: the files cannot be opened, or belong to another user.
+    """
+
+    def __init__(
+        self, gpu: str, *, exclusive: bool, directory: Path, clock: Clock = time.monotonic
+    ) -> None:
+        self.num_turns = 0
+        self.waited_s = 0.0
+        self._operation = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+        self._clock = clock
+        prefix = f"triptych-{os.geteuid()}-{gpu}"
+        self._card = _open(directory / f"{prefix}.card")
+        self._next = _open(directory / f"{prefix}.next")
+        self._is_next = False  # whether this process holds `next`
+        self._is_mine = False  # whether this process has its turn
+        self._asked_at: float | None = None  # None while the process does not wait
+        self._taken_at = self._last_wait_s = 0.0
+        self._paused_until = 0.0
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._asked_at is not None
+
+    @property
+    def is_due(self) -> bool:
+        if not self._is_mine or self._clock() - self._taken_at < self._last_wait_s:
+            return False
+        # Shared, so that two processes that look at the same time do not see each other.
+        if not _lock(self._next, fcntl.LOCK_SH):
+            return True
+        fcntl.flock(self._next, fcntl.LOCK_UN)
+        return False
+
+    def try_take(self) -> bool:
+        if self._is_mine:
+            return True
+        now = self._clock()
+        if now < self._paused_until:
+            return True
+        if self._asked_at is None:
+            self._asked_at = now
+        self._is_next = self._is_next or _lock(self._next, fcntl.LOCK_EX)
+        if not (self._is_next and _lock(self._card, self._operation)):
+            if now - self._asked_at < _MAX_WAIT_S:
+                return False
+            self.release()
+            self._paused_until = now + _PAUSE_S
+            log.warning(
+                "another process has kept the GPU for %g s: no turns on the GPU for %g s",
+                _MAX_WAIT_S,
+                _PAUSE_S,
+            )
+            return True
+        fcntl.flock(self._next, fcntl.LOCK_UN)
+        self._is_next, self._is_mine = False, True
+        self._taken_at, self._last_wait_s, self._asked_at = now, now - self._asked_at, None
+        self.num_turns += 1
+        self.waited_s += self._last_wait_s
+        return True
+
+    def release(self) -> None:
+        self._asked_at = None
+        if self._is_mine:
+            fcntl.flock(self._card, fcntl.LOCK_UN)
+        if self._is_next:
+            fcntl.flock(self._next, fcntl.LOCK_UN)
+        self._is_mine = self._is_next = False
+
+    def close(self) -> None:
+        """Ends the turn, and closes the files."""
+        os.close(self._card)
+        os.close(self._next)
+
+
+def open_turns(gpu: str, *, exclusive: bool) -> Turns:
+    """Opens the turns of this process on a GPU. Without access to the files, a warning is logged
+    and the process takes no turns.
+
+    Args:
+        gpu: name of the GPU, the same in all processes of the machine.
+        exclusive: True if no other process may have its turn at the same time.
+    """
+    directory = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    try:
+        return DeviceTurns(gpu, exclusive=exclusive, directory=directory)
+    except OSError as error:
+        log.warning("no turns on the GPU, since its lock files cannot be opened: %s", error)
+        return NO_TURNS
+
+
+def _open(path: Path) -> int:
+    """Opens a lock file of this user. Child processes do not inherit the descriptor, because the
+    lock would outlive this process with them.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise PermissionError(f"{path} is not a file of this user")
+    return descriptor
+
+
+def _lock(descriptor: int, operation: int) -> bool:
+    """Locks a file if that is possible at once, and returns whether it was."""
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
