@@ -31,9 +31,13 @@ from services.encoder.engine.throttle import (
 if TYPE_CHECKING:
     from services.encoder.models import VisionTower
 
-# Pinned memory that the warm-up allocates for pixels: number of blocks, and bytes of each.
-_WARM_HOST_BLOCKS = 16
-_WARM_HOST_BYTES = 4 << 20
+# Pinned memory that the warm-up allocates: bytes of a block, and number of blocks. The allocator
+# reuses a block only for sizes with the same next power of two. The pixels of an image or of a pair
+# of frames have 0.5 to 4 MiB, and the peaks of a batch's rows up to 64 KiB.
+_WARM_HOST_BLOCKS = {
+    size: 16 if size >= 1 << 20 else 4
+    for size in (*(1 << bits for bits in range(9, 17)), 1 << 20, 2 << 20, 4 << 20)
+}
 # Patches of the largest image of the warm-up: an image may be larger than a batch's budget.
 _LARGE_IMAGE_PATCHES = 32_768
 
@@ -193,10 +197,11 @@ class Runner:
             largest = sorted({max_batch_patches, _LARGE_IMAGE_PATCHES})
             sides = [*range(8 * merge, 33 * merge, 4 * merge), *map(math.isqrt, largest)]
             shapes += [[(1, side // merge * merge, side // merge * merge)] for side in sides]
-            # Pinned memory for pixels is slow to allocate. The allocator reuses these blocks later.
+            # Pinned memory is slow to allocate. The allocator reuses these blocks later.
             blocks = [
-                torch.empty(_WARM_HOST_BYTES, dtype=torch.uint8, pin_memory=True)
-                for _ in range(_WARM_HOST_BLOCKS)
+                torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                for size, count in _WARM_HOST_BLOCKS.items()
+                for _ in range(count)
             ]
             del blocks
         batches = [
