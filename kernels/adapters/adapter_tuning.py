@@ -1,4 +1,4 @@
-"""How the work of shrink and expand for more than 64 tokens is divided, see `grouped`.
+"""Division of the work of shrink and expand for more than 64 tokens, see `grouped`.
 
 The tiles were measured on an H200 with 960, 1,088 and 1,408 tokens, rank 16, eight slots and the
 layers of the 8B (`benchmarks/LOG.md`, "Adapters"). A device with less shared memory than an H200
@@ -13,7 +13,7 @@ _BYTES = 2  # of an element in half precision
 
 
 class ShrinkTiles(NamedTuple):
-    """How the CTAs of shrink are made.
+    """Division of the work of shrink among CTAs.
 
     Attributes:
         columns: columns of a pipeline stage.
@@ -35,7 +35,7 @@ class ShrinkTiles(NamedTuple):
 
 
 class ExpandTiles(NamedTuple):
-    """How the CTAs of expand are made.
+    """Division of the work of expand among CTAs.
 
     Attributes:
         rows: rows of a tile, and as many of up with SwiGLU.

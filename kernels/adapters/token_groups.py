@@ -11,7 +11,7 @@ GROUP_TOKENS = 64  # tokens of a group, as many as a warp group multiplies at th
 
 @dataclass(frozen=True, slots=True)
 class TokenGroups:
-    """The tokens of a step by slot. A group is not full if it is the last one of its slot.
+    """The tokens of a step by slot. The last group of a slot may have fewer tokens.
 
     For example, two groups of tokens with the slots `[0, 1, 0]` are `[0, 2, -1, ...]` of slot 0 and
     `[1, -1, ...]` of slot 1. How many groups there are depends on the numbers of tokens and slots

@@ -21,7 +21,7 @@ smaller batches, until the job that fails is alone. If the device is broken, the
 
 If decoders use the same GPU, a large batch runs in a turn of the encoder (`DeviceTurns`), which
 ends with the batch. Until the turn begins, the loop chooses no other large batch, and launches
-batches that need no turn. It polls for the turn, so that it never stops for it.
+batches that need no turn. The loop polls for the turn and does not stop meanwhile.
 """
 
 import logging

@@ -144,8 +144,8 @@ class Prefills:
         A prompt is long if its tokens do not fit into a whole step (`StepBudget`). Shorter prompts
         after the first long one would otherwise wait for it. Therefore they get one half of the
         budget, and the long prompt gets the other half and what they have not used. A prompt that
-        needs no fewer tokens than the long one waits for it, because two halves of long prompts
-        take longer than two whole steps: attention of small chunks leaves SMs idle. Prompts of
+        needs as many tokens as the long prompt, or more, waits, because attention of two small
+        chunks leaves SMs idle. Prompts of
         overdue requests get up to half of the budget before all of them.
 
         Args:
