@@ -78,16 +78,19 @@ async def closed_loop(target: Target, bodies: Iterable[bytes], streams: int) -> 
 
     async def stream() -> None:
         for body in left:
-            answers.append(await _answer(target, body, _TIMEOUT_S))
+            answers.append(await ask(target, body, _TIMEOUT_S))
 
     await asyncio.gather(*(stream() for _ in range(streams)))
     return answers
 
 
-async def _answer(target: Target, body: bytes, timeout_s: float) -> Answer:
+async def ask(target: Target, body: bytes, timeout_s: float) -> Answer:
+    """Sends a body over a connection of its own."""
     connection = TimedConnection(target)
-    sample = await connection.post(body, timeout_s)
-    connection.close()
+    try:
+        sample = await connection.post(body, timeout_s)
+    finally:
+        connection.close()
     times = [when for when, _ in connection.arrivals]
     return Answer(sample, max([b - a for a, b in pairwise(times)], default=0.0))
 
@@ -99,7 +102,7 @@ async def send_at(
 
     async def send(body: bytes, at: float) -> Answer:
         await asyncio.sleep(start + at - time.monotonic())
-        return await _answer(target, body, timeout_s)
+        return await ask(target, body, timeout_s)
 
     return await asyncio.gather(*(send(b, at) for b, at in zip(bodies, due, strict=True)))
 
