@@ -84,11 +84,61 @@ def prefill_floor_s(config: ModelSpec, tokens: int) -> float:
     return max((linear + attention) / FLOPS, 2 * weight_elements(config, tokens) / BANDWIDTH)
 
 
-def add(engine: Engine, number: int, prompt: int, completion: int, vocab: int) -> None:
-    """Queues one greedy sequence of random tokens, which finds nothing of others."""
+def sequence(
+    number: int, prompt: int, completion: int, vocab: int, adapter: int = -1
+) -> AddSequence:
+    """Returns a greedy sequence of random tokens, which shares no cached prefix with others.
+
+    Args:
+        number: id of the sequence, and seed of its tokens.
+        prompt: number of tokens of the prompt.
+        completion: number of tokens of the answer.
+        vocab: size of the vocabulary.
+        adapter: slot of the adapter; -1 for the base model alone.
+    """
     ids = np.random.default_rng(number).integers(0, vocab, prompt, dtype=np.int32)
-    sampling = SamplingParams(max_tokens=completion)
-    engine.add(AddSequence(number, ids.tobytes(), b"", 0, [], sampling, cache_salt=os.urandom(8)))
+    return AddSequence(
+        number, ids.tobytes(), b"", 0, [], SamplingParams(max_tokens=completion),
+        adapter=adapter, cache_salt=os.urandom(8),
+    )  # fmt: skip
+
+
+def add(engine: Engine, number: int, prompt: int, completion: int, vocab: int) -> None:
+    """Queues a `sequence` of the base model."""
+    engine.add(sequence(number, prompt, completion, vocab))
+
+
+class Waiting:
+    """A context that counts the seconds for which this process waits for the device's events.
+
+    Attributes:
+        seconds: seconds since the context was entered.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._original = torch.cuda.Event.synchronize
+
+    def __enter__(self) -> "Waiting":
+        original = self._original
+
+        def timed(event: torch.cuda.Event) -> None:
+            begin = time.perf_counter()
+            original(event)
+            self.seconds += time.perf_counter() - begin
+
+        torch.cuda.Event.synchronize = timed  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.Event.synchronize = self._original  # type: ignore[method-assign]
+
+
+def freeze_garbage() -> None:
+    """Sets the garbage collection as the engine process does."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def measure_decode(
@@ -111,26 +161,16 @@ def measure_decode(
         started += sum(1 for event in done.events if event.start is not None)
     for _ in range(_SETTLE_STEPS):
         engine.step()
-    waited = 0.0
-    original = torch.cuda.Event.synchronize
-
-    def timed(event: torch.cuda.Event) -> None:
-        nonlocal waited
+    with Waiting() as waiting:
         begin = time.perf_counter()
-        original(event)
-        waited += time.perf_counter() - begin
-
-    torch.cuda.Event.synchronize = timed  # type: ignore[method-assign]
-    begin = time.perf_counter()
-    for _ in range(steps):
-        engine.step()
-    wall = time.perf_counter() - begin
-    torch.cuda.Event.synchronize = original  # type: ignore[method-assign]
+        for _ in range(steps):
+            engine.step()
+        wall = time.perf_counter() - begin
     for number in range(batch):
         engine.abort(number)
     while engine.has_work:
         engine.step()
-    return wall / steps, (wall - waited) / steps
+    return wall / steps, (wall - waiting.seconds) / steps
 
 
 def measure_prefill(runner: ModelRunner, count: int, prompt: int, repeats: int) -> float:
@@ -244,9 +284,7 @@ def main() -> None:
     )
     begin = time.perf_counter()
     runner = create_runner(options)
-    gc.collect()
-    gc.freeze()  # as the engine process does
-    gc.set_threshold(20_000, 20, 50)
+    freeze_garbage()
     print(f"ready after {time.perf_counter() - begin:.1f} s; {runner.info}")
     print(f"decode, context {arguments.context}: ms per step")
     print(f"{'batch':>6} {'step':>8} {'device':>8} {'host':>8} {'floor':>8} {'x floor':>8}")
