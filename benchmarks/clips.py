@@ -17,12 +17,13 @@ import statistics
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -112,16 +113,31 @@ def file_part(clip: int, seconds: int, height: int, keep: Path | None = None) ->
     return {"type": "video_url", "video_url": {"url": url}}
 
 
-def mp4(clip: int, seconds: int, height: int) -> bytes:
-    """A clip's file. Eight pictures a second, so that making it takes less than showing it."""
+def mp4(
+    clip: int,
+    seconds: int,
+    height: int,
+    options: Mapping[str, str] = MappingProxyType({"preset": "ultrafast"}),
+    num_threads: int = 1,
+) -> bytes:
+    """Makes a clip's file. Its pictures change eight times a second, so that making it takes less
+    time than showing it.
+
+    Args:
+        clip: number of the clip, by which its pictures differ from those of others.
+        seconds: length of the clip.
+        height: height of the clip in pixels.
+        options: options of x264.
+        num_threads: threads of x264. 0 if it chooses.
+    """
     import av
 
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=_RATE, options={"preset": "ultrafast"})
+        stream = container.add_stream("libx264", rate=_RATE, options=dict(options))
         stream.height, stream.width = height, _width(height)
         stream.pix_fmt = "yuv420p"
-        stream.thread_count = 1
+        stream.thread_count = num_threads
         frame = None
         for number in range(_RATE * seconds):
             if number % 4 == 0:
@@ -134,11 +150,12 @@ def mp4(clip: int, seconds: int, height: int) -> bytes:
     return file.getvalue()
 
 
-def ask(url: str, model: str, part: dict[str, Any]) -> tuple[float, dict[str, float], int]:
+def ask(url: str, model: str, *parts: dict[str, Any]) -> tuple[float, dict[str, float], int]:
     """Milliseconds of one question, its stages (of our answers), and the prompt's tokens."""
+    content = [*parts, {"type": "text", "text": "What moves?"}]
     body = json.dumps({
         "model": model,
-        "messages": [{"role": "user", "content": [part, {"type": "text", "text": "What moves?"}]}],
+        "messages": [{"role": "user", "content": content}],
         "max_tokens": 1, "include_stage_times": True,
     }).encode()  # fmt: skip
     request = urllib.request.Request(
