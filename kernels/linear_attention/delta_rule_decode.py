@@ -2,9 +2,15 @@
 
 The kernel computes the convolution with its state, the gates, the norms of query and key, and the
 recurrence. A decode reads and writes the whole state, so that memory bandwidth is the limit, or the
-latency of a launch in small batches. A CTA has some columns of a head's state in registers. The
-columns, and the state of the convolution, are loaded before the wait for the projection, because
-only the previous step writes them.
+latency of a launch in small batches. A CTA has some columns of a head's state in registers.
+
+The columns, the state of the convolution and the step's arrays are loaded before the wait for the
+projection. The state of a row was last written by an earlier step (by this kernel, by
+`delta_rule_verify` or by `delta_rule_prefill`), or by the copy of a checkpoint before this step.
+Launches without PDL lie between: `enter_step` and the lookup of embeddings, see
+`kernels.dependent_launch`. No other kernel of a step writes the states of its decodes: a row has
+either decodes or a chunk, and if there are drafts, `delta_rule_verify` computes all decodes.
+Padding reads the scratch slot, whose contents do not matter.
 
 The reference implementation is `kernels.linear_attention.delta_rule.decode`.
 """
