@@ -240,6 +240,7 @@ def measure_kernels(text: TextSpec, rank: int, device: torch.device) -> None:
             for slots in (0, 1, NUM_ADAPTERS):
                 ids = torch.arange(count, device=device) % max(slots, 1) - (slots == 0)
                 adapters = AdapterRows(ids, NUM_ADAPTERS, 0, NUM_ADAPTERS, in_graph=True)
+                adapters = ops.group_adapters(adapters)  # once in a step
                 kernels = ops.for_tokens(count)
                 x = torch.randn(count, columns, device=device).bfloat16()
                 out = torch.randn(count, sum(rows), device=device).bfloat16()

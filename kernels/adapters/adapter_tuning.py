@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from kernels.adapters.token_groups import GROUP_TOKENS
 
+FEW_TOKENS = 64  # largest number of tokens of a step whose kernels need no groups
+MOST_RANK = 64  # largest rank of the grouped expand, which keeps the products in registers
 _BYTES = 2  # of an element in half precision
 
 

@@ -91,7 +91,8 @@ class AdapterRows:
         count: number of slots.
         first, last: range [first, last) of the slots that may occur, which the host knows.
         in_graph: True if a CUDA graph is captured, which runs for any adapters of these tokens.
-        groups: the tokens by slot. None if they are grouped when a kernel needs it.
+        groups: the tokens by slot. None if there are few tokens, or if the caller does not
+            group them. Then each kernel that needs groups makes them first.
     """
 
     slots: Tensor
@@ -103,7 +104,7 @@ class AdapterRows:
 
     @property
     def token_groups(self) -> TokenGroups:
-        """The tokens by slot."""
+        """The tokens by slot, which are grouped now in plain torch if `groups` is None."""
         return self.groups or group_tokens(self.slots, self.count)
 
     @property

@@ -3,7 +3,8 @@
 A group's tokens stand anywhere in the step, see `TokenGroups`. A CTA of shrink reads a part of the
 inputs of a group once, and multiplies it by the factors `a` of all modules. A CTA of expand adds
 the parts of the products, and goes through several tiles of rows, whose loads are in flight
-together. No sum depends on which other tokens a step has.
+together. The order of a token's sums depends on the number of tokens of the step
+(`adapter_tuning.shrink_splits`), and not on which other tokens the step has.
 """
 
 import torch
@@ -13,20 +14,18 @@ from torch import Tensor
 
 from kernels.adapters import adapter_tuning as tuning
 from kernels.adapters.factors import AdapterRows, SlotFactors, padded_rank
-from kernels.adapters.token_groups import FEW_TOKENS
+from kernels.adapters.token_groups import TokenGroups
 from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.changes import MODULES
 from kernels.gemm.module_tiles import part_of_module
 from kernels.gemm.silu_mul import swiglu
-
-MOST_RANK = 64  # largest rank of expand, which keeps the products in registers
 
 
 def shrink(
     x: Tensor, factors: SlotFactors, rows: AdapterRows, *, shared_memory_bytes: int, pdl: int = 0
 ) -> Tensor:
     """Computes `shrink_adapters` of normalized inputs `[T, K]`, whose rows are contiguous."""
-    groups, config = rows.token_groups, tuning.SHRINK
+    (groups, pdl), config = _groups_and_mode(rows, pdl), tuning.SHRINK
     num_groups, size = groups.tokens.shape
     num_tokens, num_columns = x.shape
     _, modules, rank, _ = factors.a.shape
@@ -61,7 +60,7 @@ def takes(base: Tensor, products: Tensor, factors: SlotFactors) -> bool:
     """Returns whether `expand` computes this step."""
     _, num_tokens, _, rank = products.shape
     is_plain = factors.factor is None and base.dim() == 2
-    return num_tokens > FEW_TOKENS and rank <= MOST_RANK and is_plain
+    return num_tokens > tuning.FEW_TOKENS and rank <= tuning.MOST_RANK and is_plain
 
 
 def expand(
@@ -95,7 +94,8 @@ def expand(
     """
     config = tuning.EXPAND_SWIGLU if is_swiglu else tuning.EXPAND
     config = config if consumer is None else tuning.EXPAND_SWIGLU_SHRINK
-    groups, width = rows.token_groups, 0 if consumer is None else consumer.a.shape[2]
+    groups, pdl = _groups_and_mode(rows, pdl)
+    width = 0 if consumer is None else consumer.a.shape[2]
     num_groups, size = groups.tokens.shape
     splits, num_tokens, modules, rank = products.shape
     sizes = (*factors.sizes, *[0] * (MODULES - modules))
@@ -131,6 +131,16 @@ def expand(
     return found
 
 
+def _groups_and_mode(rows: AdapterRows, pdl: int) -> tuple[TokenGroups, int]:
+    """Returns the groups of the tokens, and the mode of dependent launch.
+
+    The kernels read the groups before they wait. If the groups are only made now, the kernels are
+    launched without dependent launch (mode 0), because the kernel that writes the groups is the one
+    directly before, see `kernels.dependent_launch`.
+    """
+    return rows.token_groups, 0 if rows.groups is None else pdl
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _shrink_groups_kernel(
     x_ptr,
@@ -147,7 +157,13 @@ def _shrink_groups_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes a tile of rows of a slot's `a`, `[height, num_columns]`, for a group of tokens."""
+    """Computes a tile of rows of a slot's `a`, `[height, num_columns]`, for a group of tokens.
+
+    A layer has K columns (`num_columns`) and M modules of a padded rank, which are `height` rows
+    together. `x` is `[T, K]`, `a` is `[slots, height, K]`, `tokens` are `[G, TOKENS]` and `slots`
+    `[G]` int32, see `TokenGroups`. The partial products `out` are `[splits, T, height]` float32. A
+    split has `span` columns, a multiple of TILE.
+    """
     split, group = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     column = split * span + tl.arange(0, TILE)
@@ -197,6 +213,9 @@ def _expand_groups_kernel(
     PDL: tl.constexpr,
 ):
     """Computes TILES tiles of rows of one module, or of gate and up, for a group of tokens.
+
+    The tensors are those of `shrink_expand._expand_kernel`, with `base` `[T, N]`, and with `tokens`
+    and `slots` of the groups, see `TokenGroups`.
 
     With SwiGLU, tokens without adapters have groups of their own, whose products are zeros. If
     WIDTH is not 0, it is the rank of the layer that takes the result, whose factors `a` are

@@ -32,8 +32,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.adapters import grouped
+from kernels.adapters.adapter_tuning import FEW_TOKENS, MOST_RANK
 from kernels.adapters.factors import AdapterRows, Norm, SlotFactors
-from kernels.adapters.token_groups import FEW_TOKENS
 from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.add_norm import rms_norm
 from kernels.gemm.changes import LEAST_RANK, MODULES
@@ -93,7 +93,7 @@ def expand_swiglu_shrink(
     Returns None if the kernel for many tokens does not compute this step.
     """
     _, modules, width, _ = consumer.a.shape
-    if not grouped.takes(out, products, factors) or modules > 1 or width > grouped.MOST_RANK:
+    if not grouped.takes(out, products, factors) or modules > 1 or width > MOST_RANK:
         return None
     found = factors.b.new_empty(out.shape[-2], out.shape[-1] // 2)
     next_products = grouped.expand(

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FEW_TOKENS = 64  # tokens of a step at most whose kernels need no groups
 GROUP_TOKENS = 64  # tokens of a group, as many as a warp group multiplies at the same time
 
 

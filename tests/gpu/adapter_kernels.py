@@ -1,9 +1,11 @@
-"""What tests of the kernels of adapters on a GPU share: layers, factors and slots of tokens."""
+"""Layers, factors and slots of tokens that tests of the kernels of adapters on a GPU share."""
 
 import torch
 from torch import Tensor
 
-from kernels.adapters.factors import SlotFactors
+from kernels.adapters import token_groups
+from kernels.adapters.adapter_tuning import FEW_TOKENS
+from kernels.adapters.factors import AdapterRows, SlotFactors
 from kernels.device import DeviceFacts
 from tests.gpu.twins import CUDA, random
 
@@ -18,6 +20,13 @@ def factors_of(sizes: tuple[int, ...], columns: int, rank: int, slots: int = SLO
     made.a[:, :, :rank].copy_(random(slots, len(sizes), rank, columns) * columns**-0.5)
     made.b[..., :rank].copy_(random(sum(sizes), slots, rank) * rank**-0.5)
     return made
+
+
+def rows_of(slots: Tensor) -> AdapterRows:
+    """The adapters of tokens as a step has them: in groups if there are many tokens."""
+    is_many = len(slots) > FEW_TOKENS
+    groups = token_groups.group_tokens(slots, SLOTS) if is_many else None
+    return AdapterRows(slots, SLOTS, 0, SLOTS, groups=groups)
 
 
 def given(pdl: int = 2) -> dict[str, int]:

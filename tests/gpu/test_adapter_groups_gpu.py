@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from kernels.adapters import plain, token_groups
-from kernels.adapters.factors import AdapterRows
-from tests.gpu.adapter_kernels import CHANGE, DOWN, GATE_UP, SLOTS, factors_of, given, slots_of
+from tests.gpu.adapter_kernels import CHANGE, DOWN, GATE_UP, factors_of, given, rows_of, slots_of
 from tests.gpu.twins import CUDA, error, random
 
 pytest.importorskip("triton")
@@ -32,7 +31,7 @@ def test_swiglu_shrinks_the_input_of_its_consumer(rank: int, count: int) -> None
     factors, consumer = factors_of(GATE_UP, 4096, rank), factors_of(DOWN, GATE_UP[0], rank)
     x, out = random(count, 4096), random(count, sum(GATE_UP))
     for kind in ("none", "one", "eight", "some"):
-        rows = AdapterRows(slots_of(count, kind), SLOTS, 0, SLOTS)
+        rows = rows_of(slots_of(count, kind))
         own = rows.slots >= 0
         products = shrink_expand.shrink_adapters(x, None, factors, rows, **given())
         known = out, products, factors

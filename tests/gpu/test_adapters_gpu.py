@@ -46,6 +46,7 @@ from tests.gpu.adapter_kernels import (
     SLOTS,
     factors_of,
     given,
+    rows_of,
     slots_of,
 )
 from tests.gpu.decoder_2b import options, prompts, relative
@@ -91,7 +92,7 @@ def test_shrink_and_expand_agree_with_float64(
     factors, x = factors_of(sizes, columns, rank), random(count, columns)
     for kind in ("none", "one", "eight", "some"):
         slots = slots_of(count, kind)
-        rows, without = AdapterRows(slots, SLOTS, 0, SLOTS), slots < 0
+        rows, without = rows_of(slots), slots < 0
         out = random(count, sum(sizes))
         if count <= 64:  # partials
             out = torch.randn(2, count, sum(sizes), device=CUDA)

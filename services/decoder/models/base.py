@@ -42,9 +42,15 @@ class StepContext:
     adapters: AdapterRows | None = None
 
     def kernels_of(self, rows: Tensor) -> StepKernels:
-        """Returns the kernels for some of the tokens, whose indices are `rows` `[R]`."""
+        """Returns the kernels for some of the tokens, whose indices are `rows` `[R]`.
+
+        With adapters, this launches kernels that write the slots of these tokens. The caller has to
+        launch a kernel of torch before it calls the kernels, see `kernels.dependent_launch`.
+        """
         adapters = self.adapters
-        return step_kernels(self.ops, len(rows), None if adapters is None else adapters.part(rows))
+        if adapters is not None:
+            adapters = self.ops.group_adapters(adapters.part(rows))
+        return step_kernels(self.ops, len(rows), adapters)
 
 
 def step_kernels(ops: Ops, num_tokens: int, adapters: AdapterRows | None) -> StepKernels:

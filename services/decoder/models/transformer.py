@@ -178,8 +178,8 @@ class DecoderLayer(nn.Module):
         kernels, mixer = step.kernels, self.mixer
         mixed, residual = mixer(stream, self.input_layernorm, step)
         if rows is not None:
-            mixed, residual = mixed[rows], residual[rows]
             kernels = step.kernels_of(rows)
+            mixed, residual = mixed[rows], residual[rows]  # kernels of torch, see `kernels_of`
         stream = row_parallel(mixed, mixer.output, residual, kernels, self.ranks)
         return self.mlp(stream, self.post_attention_layernorm, kernels)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.adapters.adapter_tuning import FEW_TOKENS
 from kernels.adapters.factors import AdapterRows
 from kernels.attention.attention_tuning import size_class
 from kernels.attention.heads import Rotary
@@ -166,8 +167,14 @@ class Ops:
         self.table.call("enter_step", step, rows, out, block_size, num_tokens=len(out.slots))
 
     def group_adapters(self, rows: AdapterRows) -> AdapterRows:
-        """Returns the adapters of a step with its tokens in groups, see `TokenGroups`."""
+        """Returns the adapters of some tokens with the tokens in groups, see `TokenGroups`.
+
+        Kernels for few tokens need no groups, so that the adapters of few tokens are returned as
+        they are.
+        """
         num_tokens = len(rows.slots)
+        if num_tokens <= FEW_TOKENS:
+            return rows
         groups = self.table.call("group_tokens", rows.slots, rows.count, num_tokens=num_tokens)
         return replace(rows, groups=groups)
 

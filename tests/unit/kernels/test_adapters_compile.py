@@ -6,10 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 from benchmarks.text_shapes import TEXT_SHAPES
-from kernels.adapters import grouped, shrink_expand
+from kernels.adapters import grouped, shrink_expand, token_groups
+from kernels.adapters.adapter_tuning import FEW_TOKENS
 from kernels.adapters.factors import AdapterRows, SlotFactors
 from kernels.adapters.group_tokens import group_tokens
 from kernels.device import KNOWN_DEVICES
@@ -34,6 +36,13 @@ CASES = [
 ]
 
 
+def rows_of(slots: Tensor, count: int) -> AdapterRows:
+    """The adapters of tokens as a step has them: in groups if there are many tokens."""
+    is_many = len(slots) > FEW_TOKENS
+    groups = token_groups.group_tokens(slots, count) if is_many else None
+    return AdapterRows(slots, count, 0, count, groups=groups)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("device", "rank", "counts"), CASES)
@@ -44,7 +53,7 @@ def test_shrink_and_expand_compile_and_fit(device: str, rank: int, counts: tuple
     qkv, gate_up, down = (SlotFactors.zeros(*of, slots, rank, like) for of in layers)
     with compiled_launches(gpu) as launches:
         for count in counts:
-            rows = AdapterRows(torch.zeros(count, dtype=torch.int64), slots, 0, slots)
+            rows = rows_of(torch.zeros(count, dtype=torch.int64), slots)
             x, pdl = like.new_empty(count, 1024), 2 * gpu.supports_pdl
             given = {"shared_memory_bytes": gpu.shared_memory_bytes, "pdl": pdl}
             out = torch.empty(2, count, 1536) if count <= 64 else like.new_empty(count, 1536)
@@ -56,7 +65,7 @@ def test_shrink_and_expand_compile_and_fit(device: str, rank: int, counts: tuple
             products = shrink_expand.shrink_adapters(x, None, gate_up, rows, **given)
             shrink_expand.expand_adapters_swiglu(out, products, gate_up, rows, **given)
             shrink_expand.expand_swiglu_shrink(out, products, gate_up, down, rows, **given)
-            if count > 64:
+            if count > FEW_TOKENS:
                 group_tokens(rows.slots, slots)
             if count == 1 and gpu.supports_pdl:
                 changes = qkv.changes(rows)
@@ -166,6 +175,25 @@ def test_a_prompt_has_seven_launches_more_than_the_base_model() -> None:
     assert names == [*both * 3, "_expand_groups_kernel"]
 
 
+@pytest.mark.slow
+def test_kernels_wait_to_start_if_tokens_are_grouped_for_them_alone() -> None:
+    """They read the groups before their wait, which the kernel directly before has written."""
+    like, slots = torch.empty(0, dtype=torch.bfloat16), torch.zeros(70, dtype=torch.int64)
+    layer, x = SlotFactors.zeros((64,), 128, 2, 16, like), like.new_empty(70, 128)
+    gpu = KNOWN_DEVICES["h100"]
+    given = {"shared_memory_bytes": gpu.shared_memory_bytes, "pdl": 2}
+    for rows, waits in ((rows_of(slots, 2), True), (AdapterRows(slots, 2, 0, 2), False)):
+        with compiled_launches(gpu) as launches:
+            products = shrink_expand.shrink_adapters(x, None, layer, rows, **given)
+            shrink_expand.expand_adapters(like.new_empty(70, 64), products, layer, rows, **given)
+        assert [launch.name for launch in launches] == [
+            "_shrink_groups_kernel", "_expand_groups_kernel",
+        ]  # fmt: skip
+        for launch in launches:
+            assert ("griddepcontrol.wait" in launch.ptx) == waits
+            assert ("griddepcontrol.launch_dependents" in launch.ptx) == waits
+
+
 class _Variants:
     """Stands for a kernel, and notes the constants of its launches."""
 
@@ -190,7 +218,7 @@ def test_a_model_needs_few_variants_and_no_step_another() -> None:
 
     def step(count: int, first: int = 0, last: int = slots) -> None:
         ids = torch.zeros(count, dtype=torch.int64, device="meta")
-        rows = AdapterRows(ids, slots, first, last)
+        rows = replace(rows_of(ids, slots), first=first, last=last)
         for layer in layers:
             first_of_block = norm if count == 1 and layer.a.shape[1] > 1 else None
             x = like.new_empty(count, layer.a.shape[-1])

@@ -1,10 +1,18 @@
 """Groups of the tokens of a step, which have one slot each."""
 
+from typing import Any
+
 import pytest
 import torch
 
-pytest.importorskip("triton")
+from benchmarks.text_shapes import TEXT_SHAPES
+from kernels.adapters.factors import AdapterRows
 from kernels.adapters.token_groups import group_tokens
+from kernels.device import DeviceFacts
+from services.decoder.models.base import StepContext
+from services.decoder.operations import table
+from services.decoder.operations.kernel_facts import KernelFacts
+from services.decoder.operations.ops import Ops
 
 
 @pytest.mark.parametrize(("count", "num_tokens", "size"), [(8, 1088, 64), (3, 5, 4), (2, 66, 64)])
@@ -30,3 +38,25 @@ def test_as_many_groups_as_can_be() -> None:
     slots = torch.tensor([-1] * 5 + [0] * 5 + [1])
     groups = group_tokens(slots, 2, 4)
     assert groups.slots.tolist() == [-1, -1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(("count", "is_grouped"), [(64, False), (65, True)])
+def test_many_sampled_tokens_are_grouped_once_for_the_last_layer(
+    count: int, is_grouped: bool
+) -> None:
+    """Groups of the whole step would name other tokens."""
+    device = DeviceFacts.of(torch.device("cpu"))
+    ops = Ops(table.resolve(KernelFacts(device, TEXT_SHAPES["2b"], torch.float32)))
+    slots = torch.arange(200) % 4 - 1
+    whole = ops.group_adapters(AdapterRows(slots, 3, 0, 3))
+    assert whole.groups is not None
+    none, nothing = torch.empty(0), torch.empty(0, dtype=torch.int64)
+    step = StepContext(ops, ops.for_tokens(200), (none, none), none, nothing, Any, whole)  # type: ignore[arg-type]
+    rows = torch.randperm(200)[:count]
+    found = step.kernels_of(rows).project.__self__.rows  # type: ignore[attr-defined]
+    assert torch.equal(found.slots, slots[rows])
+    assert (found.groups is not None) == is_grouped
+    if found.groups is not None:
+        wanted = group_tokens(slots[rows], 3)
+        assert torch.equal(found.groups.tokens, wanted.tokens)
+        assert torch.equal(found.groups.slots, wanted.slots)

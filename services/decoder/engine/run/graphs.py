@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kernels import launches
-from kernels.adapters.token_groups import FEW_TOKENS
 from kernels.linear_attention.draft_runs import KeptInputs, StepRuns
 from kernels.linear_attention.states import StateCache, StateLayout
 from kernels.rows import DeviceRows, EnteredStep, OfChunk, OfToken, StepEntry
@@ -219,7 +218,7 @@ class StepParts:
             visual = self.images.visual(device(step.places.visual_mask))
         inputs = entered.input_ids, entered.positions, state.kv_cache, metadata, visual
         adapters = self.adapters(step)
-        if adapters is not None and step.num_tokens > FEW_TOKENS:
+        if adapters is not None:
             adapters = self.model.ops.group_adapters(adapters)  # once for all layers
         if self.drafter is None:
             return self.model.forward(*inputs, rows, adapters)
