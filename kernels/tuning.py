@@ -180,6 +180,9 @@ class DeltaPrefillConfig:
 # not known.
 _CHUNK_TOKENS = 1024
 
+# Major compute capabilities whose tensor cores read operands from shared memory.
+_OPERANDS_IN_SHARED_MEMORY = (9, 10)
+
 
 def delta_prefill_config(
     device: DeviceFacts, num_heads: int, num_chunks: int, num_tokens: int
@@ -193,12 +196,18 @@ def delta_prefill_config(
     A captured mixed step has more CTAs for padding than for chunks. They have to wait for SMs if
     there are two stages, so that a step of few tokens has one stage.
 
+    Tensor cores of Hopper and of the B200 read operands from shared memory. Other devices multiply
+    from registers, of which two stages take more than a thread has (with 64 columns, a thread of an
+    A100 spills 2 KB), so they have one stage.
+
     Args:
         device: the device that computes.
         num_heads: value heads of a layer.
         num_chunks: chunks of prompts in the step, including padding.
         num_tokens: tokens of the step, including padding.
     """
+    if device.capability[0] not in _OPERANDS_IN_SHARED_MEMORY:
+        return DeltaPrefillConfig()
     if num_chunks > MAX_CAPTURED_CHUNKS:
         num_chunks = num_tokens // _CHUNK_TOKENS
         if not num_chunks:

@@ -86,6 +86,13 @@ def test_scan_has_small_parts_if_all_run_at_the_same_time(
     assert (config.columns, config.scan_stages) == (columns, stages)
 
 
+@pytest.mark.parametrize("gpu", ["a100", "l40s", "rtx-pro-6000"])
+def test_scan_has_one_stage_where_it_multiplies_from_registers(gpu: str) -> None:
+    for chunks, tokens in ((1, 4096), (8, 8192), (17, 2048)):
+        found = delta_prefill_config(KNOWN_DEVICES[gpu], 32, chunks, tokens)
+        assert found == DeltaPrefillConfig()
+
+
 @pytest.mark.parametrize(
     ("lengths", "num_decodes", "padding"),
     [([1], 0, 0), ([64], 0, 0), ([65, 1, 200], 0, 9), ([1, 1, 0, 63, 0, 64], 3, 100)],
