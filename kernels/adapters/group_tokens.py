@@ -48,7 +48,10 @@ def _group_kernel(
 ):
     """Writes the groups of one slot.
 
-    A kind is a slot and 1, so that tokens without an adapter have kind 0. Each program counts the
+    `slots` is `[num_tokens]`. `tokens` is `[num_groups, SIZE]` and `found` `[num_groups]`, the
+    fields of `TokenGroups`. KINDS is a power of two above the number of kinds.
+
+    A kind is a slot plus 1, so that tokens without an adapter have kind 0. Each program counts the
     tokens of all kinds to find out where the groups of its own kind begin. The last program, whose
     kind no token has, writes the empty groups.
     """
