@@ -193,12 +193,12 @@ def delta_prefill_config(
     meanwhile, and their shared memory leaves room for one CTA per SM. So a head has four CTAs if
     all of them run at the same time, and two otherwise.
 
-    A captured mixed step has more CTAs for padding than for chunks. They have to wait for SMs if
-    there are two stages, so that a step of few tokens has one stage.
+    A captured mixed step has more CTAs for padding than for chunks. With two stages, these CTAs
+    have to wait for SMs. Therefore a step of few tokens has a single stage.
 
     Tensor cores of Hopper and of the B200 read operands from shared memory. Other devices multiply
     from registers, of which two stages take more than a thread has (with 64 columns, a thread of an
-    A100 spills 2 KB), so they have one stage.
+    A100 spills 2 KB), and have a single stage.
 
     Args:
         device: the device that computes.

@@ -4,8 +4,8 @@ See `draft_runs` for what happens to the states. The first kernel computes what 
 of all tokens of a run together: convolution, SiLU, norms and gates of the folded tokens, of the
 known token and of the drafts. It also stores the inputs that later steps need. The second kernel
 reads a part of a head's state once, applies the rule to the tokens one after the other, and writes
-the state once, after the known token. It loads the state before it waits for the first kernel,
-which does not write it. `delta_rule_decode` says which kernels write a state.
+the state once, after the known token. The state is loaded before the wait for the first kernel,
+which does not write states. `delta_rule_decode` says which kernels do.
 
 Numbers of tokens are read on the device, and the grids depend on the number of decodes alone, so a
 CUDA graph can contain the kernels. CTAs of padding end at once.
