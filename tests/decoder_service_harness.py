@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import errno
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from services.common.process import children
 from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.common.transport.rpc import create_channel, create_server
 from services.decoder.engine.messages import ImageSpan
+from services.decoder.front.adapter_table import AdapterTable
 from services.decoder.front.front import DecoderFront
 from services.decoder.front.sequence_limit import max_sequences
 from services.decoder.front.service import DecoderServicer
@@ -111,6 +112,7 @@ class Decoder:
         max_work_s: float = 30.0,
         grammar_bytes: int = 1 << 30,
         max_queued_bytes: int | None = None,
+        adapters: Mapping[str, Path] | None = None,
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))
@@ -145,6 +147,7 @@ class Decoder:
                 max_wait_s=PATIENCE_S,  # the compile process starts with the first grammar
             )
         capacity = TenantCapacity(max_sequences(self.engine.ready))
+        given = adapters or {}
         self.front = DecoderFront(
             self.engine.ready,
             self.engine,
@@ -152,6 +155,7 @@ class Decoder:
             masks,
             metrics,
             capacity,
+            AdapterTable(given, len(given), self.engine),
             max_queued_bytes=max_queued_bytes,
         )
         self.masks: Any = masks

@@ -2,10 +2,11 @@
 
 It knows sequences from steps alone, of each of which it has a copy. Its KV cache is a list of
 integers. Computing token i stores a hash of the token, its position, its image feature and the
-entry before it; sampling reads *all* entries of the sequence through the row's block table, checks
-each against those of the sequence running alone, and hashes the last. So a block that was shared
-wrongly, reused too early or registered too soon is an error, and `expected_tokens` says what every
-right schedule must produce.
+entry before it, which for the first token is the slot of the adapter plus one; sampling reads *all*
+entries of the sequence through the row's block table, checks each against those of the sequence
+running alone, and hashes the last. So a block that was shared wrongly, reused too early or
+registered too soon is an error, and `expected_tokens` says what every right schedule must
+produce.
 
 With `info.has_states`, each row has a recurrent state, too, which is what the cache holds for its
 last token: a state that was not kept, not restored, restored from another prefix, or changed twice
@@ -97,6 +98,7 @@ def add_message(
     positions: np.ndarray | None = None,
     delta: int = 0,
     salt: bytes = b"",
+    adapter: int = -1,
     token_masks: bool = False,
     tenant: str = "",
     tenant_weight: float = 1.0,
@@ -113,6 +115,7 @@ def add_message(
         images=list(images),
         sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
         cache_salt=salt,
+        adapter=adapter,
         token_masks=token_masks,
         tenant=tenant,
         tenant_weight=tenant_weight,
@@ -145,7 +148,7 @@ class Reference:
         """What the cache holds for token `index`."""
         while len(self._entries) <= index:
             number = len(self._entries)
-            previous = self._entries[-1] if self._entries else 0
+            previous = self._entries[-1] if self._entries else self._message.adapter + 1
             feature = image_feature(self._message.images, number)[1]
             token = self.token(number)
             self._entries.append(next_entry(previous, token, self.position(number), feature))
@@ -467,7 +470,7 @@ class FakeRunner:
                 token = int(step.compute.token_ids[known + offset])
                 position = tuple(step.compute.positions[:, known + offset].tolist())
                 self._last[start.row] = token
-            previous = self._read(table, number - 1)
+            previous = self._read(table, number - 1) if number else _first(step, index)
             feature = features.get(offset, (b"", 0))[1]
             entry = next_entry(previous, token, position, feature)
             self._write(table, number, entry)
@@ -493,7 +496,7 @@ class FakeRunner:
         """The state after a token of a chunk, which changes the row's if it is not a draft."""
         compute = step.compute
         row, kept = int(compute.rows[index]), self._kept.setdefault(int(compute.rows[index]), [])
-        state = self._states[row] if number else 0
+        state = self._states[row] if number else _first(step, index)
         if index and compute.rows[index - 1] == row:  # a draft
             for before in kept:
                 state = next_entry(state, *before, 0)
@@ -562,14 +565,17 @@ class FakeRunner:
             assert right, f"token {number} of {end}: the cache is not the sequence's"
 
     def _read(self, table: list[int], number: int) -> int:
-        if number < 0:
-            return 0
         size = self.info.block_size
         return self._cache[table[number // size] * size + number % size]
 
     def _write(self, table: list[int], number: int, entry: int) -> None:
         size = self.info.block_size
         self._cache[table[number // size] * size + number % size] = entry
+
+
+def _first(step: Step, index: int) -> int:
+    slots = step.compute.adapters
+    return 0 if slots is None else int(slots[index]) + 1
 
 
 def _pairs(copies: np.ndarray | None) -> list[list[int]]:

@@ -264,3 +264,22 @@ async def test_unloading_with_streams_running_loses_none(
         assert await complete(client, "first") != meant["first"]
         go_on.set()
     assert [each.result() for each in streams] == [meant[name] for name in asked]
+
+
+async def test_no_prefix_is_shared_by_adapters(client: openai.AsyncOpenAI) -> None:
+    """Not vLLM's. Each order has a salt of its own, within which nothing was computed before it."""
+    prompt = "What does a prompt of several blocks say about the cache? " * 4
+
+    async def ask(name: str, salt: str) -> tuple[bool, str]:
+        made = await client.completions.create(
+            model=name, prompt=prompt, max_tokens=8, temperature=0,
+            extra_body={"cache_salt": salt, "ignore_eos": True},
+        )  # fmt: skip
+        assert made.usage is not None and made.usage.prompt_tokens_details is not None
+        return bool(made.usage.prompt_tokens_details.cached_tokens), made.choices[0].text
+
+    first, other = (MODEL, "tiny-lora", MODEL), ("tiny-lora", MODEL, "tiny-lora")
+    answers = [[await ask(name, "".join(names)) for name in names] for names in (first, other)]
+    assert [[is_hit for is_hit, _ in each] for each in answers] == [[False, False, True]] * 2
+    (base, adapter, again), (one, two, three) = ([text for _, text in each] for each in answers)
+    assert base == again == two != adapter == one == three
