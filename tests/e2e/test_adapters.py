@@ -26,8 +26,15 @@ PROMPTS = ["Hello there", "Foo bar bazz buzz"]
 SLOTS = 12
 
 
-def write_adapter(directory: Path, seed: int, **config: Any) -> Path:
-    """Writes a random adapter for the tiny model that changes each answer."""
+def write_adapter(directory: Path, seed: int, *, has_head: bool = False, **config: Any) -> Path:
+    """Writes a random adapter for the tiny model that changes each answer.
+
+    Args:
+        directory: directory of the adapter, which is made.
+        seed: seed of its values.
+        has_head: True if its file has an output head.
+        config: options of the adapter.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -39,6 +46,9 @@ def write_adapter(directory: Path, seed: int, **config: Any) -> Path:
         size = TEXT_CONFIG["intermediate_size"]
         tensors[f"{name}.lora_A.weight"] = torch.randn(rank, size, generator=generator)
         tensors[f"{name}.lora_B.weight"] = torch.randn(hidden, rank, generator=generator)
+    if has_head:
+        head = torch.randn(vocab_size(), hidden, generator=generator)
+        tensors["base_model.model.lm_head.weight"] = head
     directory.mkdir()
     save_file(tensors, directory / "adapter_model.safetensors")
     options = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": ["down_proj"]}
@@ -158,9 +168,10 @@ async def test_dynamic_lora_invalid_files(
         # DoRA is served here. The file of this adapter has no magnitudes.
         ({"use_dora": True}, "use_dora and the magnitudes in the file differ"),
         # A head in `modules_to_save` is served here, and vLLM refuses each of them.
-        ({"modules_to_save": ["lm_head"]}, None),
+        ({"modules_to_save": ["lm_head"], "has_head": True}, None),
+        ({"modules_to_save": ["lm_head"]}, "no tensor of lm_head, which modules_to_save names"),
     ],
-    ids=["test_rank", "test_dora", "test_modules_to_save"],
+    ids=["test_rank", "test_dora", "test_modules_to_save", "a head that the file lacks"],
 )
 async def test_dynamic_lora_badrequests(
     client: openai.AsyncOpenAI, tmp_path: Path, change: dict[str, Any], message: str | None

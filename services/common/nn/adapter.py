@@ -101,8 +101,8 @@ class Adapter:
         """Reads the weights of an adapter.
 
         Raises:
-            AdapterError: the file is malformed, or has a tensor that is not computed. The message
-                names the tensor.
+            AdapterError: the file is malformed, has a tensor that is not computed, or lacks a
+                module of `modules_to_save`. The message names the tensor or the module.
         """
         path = config.directory / WEIGHTS
         factors: dict[str, dict[str, Tensor]] = {}
@@ -122,10 +122,16 @@ class Adapter:
             raise AdapterError(f"{path} is not a safetensors file: {error}") from None
         for name, tensors in factors.items():
             found._add(name, tensors)
-        for name in found.saved:
-            module = name.rpartition(".")[0]
+        modules = {name: name.rpartition(".")[0] for name in found.saved}
+        for name, module in modules.items():
             if not module.endswith(config.saved_modules):  # as PEFT compares them
                 raise AdapterError(f"{path}: the tensor {name} is not known")
+        for saved in config.saved_modules:
+            if not any(module.endswith(saved) for module in modules.values()):
+                raise AdapterError(
+                    f"{path} has no tensor of {saved}, which modules_to_save names: save the "
+                    "adapter with that module, or take the name out of the configuration"
+                )
         return found
 
     def of_tower(self) -> "Adapter":

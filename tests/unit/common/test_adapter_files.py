@@ -1,4 +1,6 @@
-"""Files of adapters that are written anew while they are read, or while they are served."""
+"""Files of adapters that lack what their configuration names, or that are written anew while they
+are read, or while they are served.
+"""
 
 import json
 from pathlib import Path
@@ -8,16 +10,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.common.adapter_config import AdapterConfig, adapter_digest
+from services.common.adapter_config import AdapterConfig, AdapterError, adapter_digest
 from services.common.nn.adapter import Adapter
 
 NAME = "base_model.model.model.layers.0.mlp.down_proj.lora_{}.weight"
 
 
-def write(directory: Path) -> Path:
+def write(directory: Path, *saved: str, **config: Any) -> Path:
+    """Writes an adapter. `saved`: names of tensors that it replaces."""
     tensors = {NAME.format("A"): torch.ones(4, 2048), NAME.format("B"): torch.ones(2048, 4)}
+    tensors |= {f"base_model.model.{name}": torch.ones(96, 2048) for name in saved}
     save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "bias": "none"}
+    config = {"peft_type": "LORA", "r": 4, "bias": "none"} | config
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory / "adapter_model.safetensors"
 
@@ -47,3 +51,16 @@ def test_a_file_that_is_cut_while_it_is_hashed_ends_no_process(
 
     monkeypatch.setattr(Path, "open", opened)
     assert adapter_digest(tmp_path) != whole and cut == [file]
+
+
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+def test_a_saved_module_that_the_file_lacks_is_refused_by_name(tmp_path: Path, module: str) -> None:
+    """Without its tensor, the adapter would compute with the base model's module."""
+    tensors = ("lm_head.weight", "model.embed_tokens.weight")
+    modules = {"modules_to_save": ["embed_tokens", "lm_head"]}
+    write(tmp_path, *tensors, **modules)
+    found = Adapter.read(AdapterConfig.read(tmp_path))
+    assert set(found.saved) == {"lm_head.weight", "embed_tokens.weight"}
+    write(tmp_path, *(name for name in tensors if module not in name), **modules)
+    with pytest.raises(AdapterError, match=f"no tensor of {module}, which modules_to_save names"):
+        Adapter.read(AdapterConfig.read(tmp_path))
