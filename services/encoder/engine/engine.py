@@ -296,7 +296,7 @@ class Engine:
                 job = self._jobs.get(item.job_id)
                 # A job that is being prepared ends when the pool has returned it, and a job on the
                 # device ends with its batch. Only other jobs end here.
-                if job is not None and (job.waits_for_place or self._batcher.remove(item.job_id)):
+                if job is not None and (job.waits_for_place or self._unqueue(item.job_id)):
                     self._end(item.job_id, Cancelled("the image was cancelled"))
             case PlaceImage():
                 if job := self._jobs.get(item.job_id):
@@ -321,12 +321,24 @@ class Engine:
             tower=job.tower,
         )
 
+    def _unqueue(self, job_id: int) -> bool:
+        """Takes a job out of the queue or out of the batch that waits for its turn. Returns whether
+        the job was there.
+        """
+        if job_id not in self._large:
+            return self._batcher.remove(job_id)
+        self._large.remove(job_id)
+        if not self._large and self._with_turn is None:
+            self._turns.release()  # Nothing waits for the turn any more.
+        return True
+
     def _launch_next(self) -> None:
         if self._stopping:
             return
         if self._may_take_turn and self._turns.try_take():
             # At once, even if this is one batch more than `_MAX_LAUNCHED`, because decoders wait.
             large, self._large = self._large, []
+            self._is_held_up = False  # the next large batch may be chosen
             self._launch(large, has_turn=True)
         elif len(self._launched) < _MAX_LAUNCHED and (chosen := self._next_batch()):
             self._launch(chosen)
