@@ -265,7 +265,9 @@ class Engine:
             self.gate.read(self.pending[0][1] if self.pending else None, now)
             self.drafts.read_ids(oldest)
             self._postprocess(oldest, output)
-            in_flight, is_last = bool(self.pending), self.turns.is_due
+            in_flight = bool(self.pending)
+            # The engine waits with a step in flight if it begins to take turns again after a pause.
+            is_last = self.turns.is_due or self.turns.is_waiting
             if following := self.drafts.look(
                 oldest, pending, now, in_flight=in_flight, is_last=is_last
             ):

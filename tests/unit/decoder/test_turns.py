@@ -87,6 +87,23 @@ def test_an_engine_without_sequences_waits_for_no_turn() -> None:
     assert not harness.engine.has_work
 
 
+def test_an_engine_that_takes_turns_again_launches_no_drafting_step_without_one() -> None:
+    """After a pause of `DeviceTurns` the engine has steps in flight, and no turn."""
+    turns = RandomTurns(0, due=0.0, free=1.0)
+    harness = Harness(turns=turns, has_draft_head=True, max_drafts=2, runner=LayerRunner)
+    harness.add(add_message(0, prompt_of(0, 10), max_tokens=40))
+    for _ in range(6):
+        harness.step()
+    assert harness.engine.pending
+    turns.is_mine, turns.free = False, 0.0
+    for _ in range(4):
+        harness.step()
+    assert not harness.engine.pending and turns.is_waiting
+    turns.free = 1.0
+    harness.run()
+    harness.assert_all_as_alone()
+
+
 class Observed(Untimed):
     """Notes the times of steps."""
 
@@ -132,7 +149,8 @@ def test_the_engine_process_answers_while_it_waits_for_its_turn(tmp_path: Path) 
     from services.decoder.engine_main import run
 
     encoder = DeviceTurns("gpu", exclusive=True, directory=tmp_path)
-    turns = DeviceTurns("gpu", exclusive=False, directory=tmp_path)
+    # The clock stands still, so that the engine waits for as long as the test takes.
+    turns = DeviceTurns("gpu", exclusive=False, directory=tmp_path, clock=lambda: 0.0)
     assert encoder.try_take()
     runner = CountingRunner(runner_info())
     message = add_message(1, prompt_of(1, 20), max_tokens=30)
