@@ -111,7 +111,11 @@ class DeviceTurns:
         self._clock = clock
         prefix = f"triptych-{os.geteuid()}-{gpu}"
         self._card = _open(directory / f"{prefix}.card")
-        self._next = _open(directory / f"{prefix}.next")
+        try:
+            self._next = _open(directory / f"{prefix}.next")
+        except OSError:
+            os.close(self._card)
+            raise
         self._is_next = False  # whether this process holds `next`
         self._is_mine = False  # whether this process has its turn
         self._asked_at: float | None = None  # None while the process does not wait
