@@ -143,10 +143,10 @@ class Prefills:
 
         A prompt is long if its tokens do not fit into a whole step (`StepBudget`). Shorter prompts
         after the first long one would otherwise wait for it. Therefore they get one half of the
-        budget, and the long prompt gets the other half and what they have not used. A prompt that
-        needs as many tokens as the long prompt, or more, waits, because attention of two small
-        chunks leaves SMs idle. Prompts of
-        overdue requests get up to half of the budget before all of them.
+        budget, and the long prompt gets the other half and what they have not used. A long prompt
+        after it that needs as many tokens or more waits, and so do all prompts after that, because
+        attention of two small chunks leaves SMs idle. Prompts of overdue requests get up to half of
+        the budget before all of them.
 
         Args:
             budget: time and tokens of the step that prompts may use.
