@@ -17,6 +17,7 @@ from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.encoder.decoding.clips.container import Index, to_rgb, upright_size
 from services.encoder.decoding.clips.frames import Frames, probe
 from services.encoder.decoding.clips.questions import Facts
+from tests.field_videos import fields
 from tests.noise import PATIENCE_S
 from tests.videos import (
     KINDS,
@@ -33,8 +34,8 @@ from tests.videos import (
 )
 
 
-def pixels(frames: Frames, index: int) -> np.ndarray:
-    frame = frames.frame(index)
+def pixels(frames: Frames, index: int, following: int | None = None) -> np.ndarray:
+    frame = frames.frame(index, following)
     out = np.empty((*upright_size(frame), 3), np.uint8)
     to_rgb(frame, out)
     return out
@@ -106,10 +107,24 @@ def test_frames_to_which_no_frame_refers_are_not_decoded(kind: str, params: str)
             for first in (*range(0, 72 - apart, 2 * apart), 31, 3):
                 pair = first, first + apart
                 for at in pair:
-                    shown = frames.frame(at, pair[1])
-                    out = np.empty((*upright_size(shown), 3), np.uint8)
-                    to_rgb(shown, out)
-                    assert np.array_equal(out, expected[at]), (apart, at)
+                    assert np.array_equal(pixels(frames, at, pair[1]), expected[at]), (apart, at)
+
+
+@pytest.mark.parametrize("container", ["mpegts", "matroska", "mov"])
+def test_both_fields_of_a_requested_frame_are_decoded(container: str) -> None:
+    """The index has two frames for each pair of fields, if each field has a packet and a time."""
+    data = fields(container, 25)
+    with closing(Frames(memoryview(data))) as frames:
+        frames._drops = False  # pyright: ignore[reportPrivateUsage]
+        expected = [pixels(frames, index) for index in range(40)]
+    assert not np.array_equal(expected[2][::2], expected[2][1::2])  # of two colours
+    for apart in (1, 4, 5):
+        for start in range(8):
+            with closing(Frames(memoryview(data))) as frames:
+                for first in range(start, 40 - apart, 2 * apart):
+                    for index in (first, first + apart):
+                        found = pixels(frames, index, first + apart)
+                        assert np.array_equal(found, expected[index]), (apart, start, index)
 
 
 def test_half_of_the_frames_need_not_be_decoded() -> None:

@@ -100,7 +100,8 @@ class Frames:
         self._opened = None
         self._skips = True
         self._drops = index.codec in _DROPPING and not index.by_order
-        self._wanted = 0, 0  # presentation times of the requested frames
+        # Presentation times of the requested frame and of the frame that is requested next.
+        self._wanted = 0, 0
         self._rewind()
 
     def frame(self, index: int, following: int | None = None) -> VideoFrame:
@@ -122,8 +123,7 @@ class Frames:
         self._wanted = entry.pts, self.index.entry(last).pts
         with failures():
             found = self._found(entry)
-            if self._drops and (self._shown is None or self._shown.packet != entry.packet):
-                # Another frame is shown instead, which must not depend on the frames left out.
+            if self._drops and not self._is_exact(entry):
                 self._drops = False
                 self._rewind()
                 found = self._found(entry)
@@ -161,6 +161,18 @@ class Frames:
             return None
         behind_s = float((entry.pts - self._shown.pts) * self.index.time_base)
         return self._shown.frame if behind_s <= self._max_shown_s else None
+
+    def _is_exact(self, entry: Entry) -> bool:
+        """Returns whether the shown frame is what the decoder returns if it leaves out no frames.
+
+        A frame that is shown in the place of the entry's frame must not depend on the frames that
+        were left out. And the two fields of an interlaced frame may have packets of their own. The
+        decoder may then return the frame too early, with the first field in place of the second.
+        """
+        shown = self._shown
+        return (
+            shown is not None and shown.packet == entry.packet and not shown.frame.interlaced_frame
+        )
 
     def _rewind(self) -> None:
         self.close()
