@@ -7,9 +7,9 @@ batches. Decoders do not exclude each other.
 There are two lock files for each GPU, in a folder that the processes of the machine share. `card`
 is held while a process has its turn, by an encoder exclusively and by decoders shared. `next` is
 held by the one process that waits for `card`: whoever wants a turn takes `next`, then `card`, and
-then gives up `next`. Therefore, no process has a second turn while another process waits, and
-a process with a turn sees by `next` that another process waits. The locks are those of `flock`. The
-kernel frees them when their process ends, in whatever way it ends.
+then gives up `next`. Therefore, a process that holds `next` has the next turn, and the process that
+has the turn now sees by this lock that somebody waits. The locks are those of `flock`. The kernel
+frees them when their process ends, in whatever way it ends.
 
 Containers that do not share `/dev/shm` do not see each other's locks, and so take no turns.
 """
@@ -27,11 +27,14 @@ from services.common.clock import Clock
 
 log = logging.getLogger(__name__)
 
-# Seconds between two tries of a process that waits for its turn.
+# Seconds between two tries of a process that waits for its turn. The GPU is idle for about as long
+# when it passes from one process to the next.
 TURN_POLL_S = 0.0002
-# A process that does not give up its turn for so long is stopped or hangs.
+# A process that keeps its turn for so many seconds is stopped or hangs: a large batch takes 0.2 s
+# on an H200.
 _MAX_WAIT_S = 5.0
-# Seconds without turns after that.
+# Seconds for which a process takes no turns after such a wait, so that it waits in vain once a
+# minute.
 _PAUSE_S = 60.0
 _SHARED_MEMORY = Path("/dev/shm")
 

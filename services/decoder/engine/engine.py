@@ -325,8 +325,8 @@ class Engine:
         )
 
     def _next_batch(self) -> Batch:
-        """Returns the batch to launch now. It is empty if there is nothing to launch, or if the
-        engine may launch nothing because it does not have its turn, or has had it for long enough.
+        """Returns the batch to launch now. The batch is empty if there is nothing to launch, if the
+        engine waits for its turn, or if its turn is due to end.
         """
         is_due = self.turns.is_due
         if is_due and not self.pending:
@@ -339,7 +339,7 @@ class Engine:
 
     @property
     def _needs_turn(self) -> bool:
-        """True if the engine should keep its turn, or its wait for it, with no step in flight."""
+        """True if the engine should keep its turn, or go on waiting, with no step in flight."""
         turns = self.turns
         if turns.is_waiting:
             return bool(self.sequences)

@@ -118,7 +118,8 @@ class Engine:
             self._most_small_patches = runner.most_patches_without_turn(max_batch_patches)
         self._large: list[int] = []  # jobs of a batch that waits for its turn
         self._with_turn: LaunchedBatch | None = None  # the batch on the device that has a turn
-        self._is_held_up = False  # whether all queued images have to wait for a turn
+        # Whether no queued image may be launched before the batch that waits for its turn.
+        self._is_held_up = False
         self._stopping = False
         self._num_images = 0
         self._num_patches = 0

@@ -217,9 +217,8 @@ def test_a_step_may_last_as_long_as_its_launch() -> None:
     assert tokens(0.0) == short
     for _ in range(20):
         cost.launched(1000.0, is_late=True)
-    assert (
-        cost.extended_ms(40.0, is_crowded=False) == 80.0
-    )  # the longest gap that a reader should see
+    # 80 ms are the longest gap that a reader should see.
+    assert cost.extended_ms(40.0, is_crowded=False) == 80.0
     assert cost.extended_ms(120.0, is_crowded=False) == 120.0
     cost.may_stretch = False  # the bound that an operator sets holds
     assert tokens() == usual

@@ -55,7 +55,7 @@ def test_first_tokens_of_a_crowd_come_sooner(monkeypatch: pytest.MonkeyPatch) ->
     usual_seconds, usual_first, _ = measured()
     assert seconds <= usual_seconds
     assert first <= 0.6 * usual_first
-    assert token <= 0.05  # the first service level
+    assert token <= 0.05  # an answer with 50 ms a token counts as good (docs/tuning.md)
 
 
 def test_long_prompts_in_turn_end_sooner_than_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,11 +142,11 @@ class Prefills:
         """Returns the step's chunks of prompts, as many as the budget allows.
 
         A prompt is long if its tokens do not fit into a whole step (`StepBudget`). Shorter prompts
-        after the first long one would otherwise wait for it. Therefore they get one half of the
-        budget, and the long prompt gets the other half and what they have not used. A long prompt
-        after it that needs as many tokens or more waits, and so do all prompts after that, because
-        attention of two small chunks leaves SMs idle. Prompts of overdue requests get up to half of
-        the budget before all of them.
+        after the first long prompt would otherwise wait for it. Therefore they get one half of the
+        budget, and the long prompt gets the other half and what they have not used. A second long
+        prompt waits if it needs at least as many tokens as the first, because attention of two
+        small chunks leaves SMs idle. The prompts after the second one then wait, too. Prompts of
+        overdue requests get up to half of the budget before all of them.
 
         Args:
             budget: time and tokens of the step that prompts may use.

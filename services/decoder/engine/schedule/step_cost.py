@@ -56,8 +56,9 @@ _FEW_DECODES, _LEAST_CROWDED = 60, 320
 _STEP_MS, _LONG_READ, _READS, _GAP_MS = 40.0, 0.25, 5, 80.0
 # A step of at most `efficient_tokens` tokens may last this many times its bound.
 _STRETCH = 1.5
-# Prompts that take more milliseconds than this are a crowd if they wait beside more decodes than
-# sizes of steps are compared with (`calibration`). A step may then last as long as the second time.
+# Prompts are a crowd if they take longer than `_CROWD_MS` and wait beside more decodes than the
+# `_CROWDED_DECODES` with which `calibration` compares sizes of steps. A step may then last for
+# `_CROWDED_STEP_MS`, see `StepCost.extended_ms`.
 _CROWD_MS, _CROWDED_DECODES, _CROWDED_STEP_MS = 1000.0, 64, 50.0
 # Share of the difference by which a launch that the device waits for corrects `launch_ms`, and
 # share of `launch_ms` that another launch leaves.
@@ -234,7 +235,7 @@ class StepCost:
 
         Beside a crowd, a step of `efficient_tokens` tokens reads the keys of many decodes for few
         tokens of prompts, and first tokens come late. A step of 50 ms has more of them, and later
-        tokens still come within the 50 ms of the first service level.
+        tokens still come within 50 ms, as in answers that docs/tuning.md counts as good.
 
         Args:
             bound_ms: milliseconds that a step of `efficient_tokens` tokens may last.
