@@ -149,6 +149,8 @@ if __name__ == "__main__":
     check([0, 2, -1, 2] * 18, (140, 40, 16), 64, 3, 16)  # many tokens
     check([-1] * 70 + [1] * 3, (70, 70), 64, 2, 64)
     check([0, 3, -1, 2] + [1] * 68 + [3] * 66, (1100, 1100), 64, 4, 16)  # several parts of rows
+    check([1, -1, 0] * 23, (40, 24, 8), 328, 2, 24)  # several parts of the columns
+    check([1, -1, 0] * 23, (136, 136), 328, 2, 24)  # the same, whose products gate and up add
     check([1] * 66, (32,), 64, 2, 65)  # a large rank
     check([1, -1] * 33, (32,), 64, 2, 16, dora=True)
     check([0, 3, 9], (16, 16, 16, 16), 64, 12, 128)  # chunks of a part of a rank

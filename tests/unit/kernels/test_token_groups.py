@@ -1,15 +1,19 @@
 """Groups of the tokens of a step, which have one slot each."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.text_shapes import TEXT_SHAPES
 from kernels.adapters.factors import AdapterRows
 from kernels.adapters.token_groups import group_tokens
 from kernels.device import DeviceFacts
 from services.decoder.models.base import StepContext
+from services.decoder.models.transformer import DecoderLayer
 from services.decoder.operations import table
 from services.decoder.operations.kernel_facts import KernelFacts
 from services.decoder.operations.ops import Ops
@@ -60,3 +64,38 @@ def test_many_sampled_tokens_are_grouped_once_for_the_last_layer(
         wanted = group_tokens(slots[rows], 3)
         assert torch.equal(found.groups.tokens, wanted.tokens)
         assert torch.equal(found.groups.slots, wanted.slots)
+
+
+class _Operations(TorchDispatchMode):
+    """Notes the operations of torch in `found`."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_gathers_hidden_states_between_the_groups_and_the_kernels() -> None:
+    """The kernels read the groups before their wait, see `kernels.dependent_launch`."""
+    events: list[str] = []
+
+    class Output(Exception):
+        """The first kernel after the mixer would be launched."""
+
+    class Mixer:
+        def __call__(self, *_: object) -> tuple[Tensor, Tensor]:
+            return torch.ones(9, 4), torch.ones(9, 4)
+
+        @property
+        def output(self) -> None:
+            raise Output
+
+    step: Any = SimpleNamespace(kernels=None, kernels_of=lambda _: events.append("groups"))
+    layer: Any = SimpleNamespace(mixer=Mixer(), input_layernorm=None)
+    rows, stream = torch.tensor([3, 1]), SimpleNamespace()
+    with _Operations(events), pytest.raises(Output):
+        DecoderLayer.forward(layer, stream, step, rows)  # type: ignore[arg-type]
+    assert events[events.index("groups") :] == ["groups", *["aten.index.Tensor"] * 2]
