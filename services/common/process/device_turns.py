@@ -58,7 +58,7 @@ class Turns(Protocol):
     @property
     def is_due(self) -> bool:
         """True if the process has its turn and should give it up: another process waits, and the
-        turn has lasted for as long as this process has waited for it.
+        turn has lasted for as long as this process was the next one before the turn.
         """
         ...
 
@@ -122,7 +122,11 @@ class DeviceTurns:
         self._is_next = False  # whether this process holds `next`
         self._is_mine = False  # whether this process has its turn
         self._asked_at: float | None = None  # None while the process does not wait
-        self._taken_at = self._last_wait_s = 0.0
+        self._next_since = self._taken_at = 0.0
+        # Seconds after which the turn is due to end: those for which the process held `next`, which
+        # are the rest of an encoder's turn. The whole wait may include turns of other decoders. Two
+        # decoders would then have longer and longer turns, since each waits for the other one's.
+        self._length_s = 0.0
         self._paused_until = 0.0
 
     @property
@@ -131,7 +135,7 @@ class DeviceTurns:
 
     @property
     def is_due(self) -> bool:
-        if not self._is_mine or self._clock() - self._taken_at < self._last_wait_s:
+        if not self._is_mine or self._clock() - self._taken_at < self._length_s:
             return False
         # Shared, so that two processes that look at the same time do not see each other.
         if not _lock(self._next, fcntl.LOCK_SH):
@@ -147,7 +151,8 @@ class DeviceTurns:
             return True
         if self._asked_at is None:
             self._asked_at = now
-        self._is_next = self._is_next or _lock(self._next, fcntl.LOCK_EX)
+        if not self._is_next and _lock(self._next, fcntl.LOCK_EX):
+            self._is_next, self._next_since = True, now
         if not (self._is_next and _lock(self._card, self._operation)):
             if now - self._asked_at < _MAX_WAIT_S:
                 return False
@@ -161,9 +166,10 @@ class DeviceTurns:
             return True
         fcntl.flock(self._next, fcntl.LOCK_UN)
         self._is_next, self._is_mine = False, True
-        self._taken_at, self._last_wait_s, self._asked_at = now, now - self._asked_at, None
+        self._taken_at, self._length_s = now, now - self._next_since
         self.num_turns += 1
-        self.waited_s += self._last_wait_s
+        self.waited_s += now - self._asked_at
+        self._asked_at = None
         return True
 
     def release(self) -> None:

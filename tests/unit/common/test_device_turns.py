@@ -115,6 +115,28 @@ def test_nobody_has_a_second_turn_while_another_waits(table: Table) -> None:
     assert decoders[1].try_take() and decoders[0].try_take()
 
 
+def test_turns_of_decoders_do_not_grow_by_those_of_other_decoders(table: Table) -> None:
+    """A turn lasts as long as the encoder's turn before it, however long the whole wait was."""
+    encoder, decoders = table.seat(exclusive=True), [table.seat(), table.seat()]
+    assert encoder.try_take()
+    assert not decoders[0].try_take() and not decoders[1].try_take()
+    table.clock.now += 0.1
+    encoder.release()
+    assert decoders[0].try_take()
+    assert not encoder.try_take() and not decoders[1].try_take()
+    table.clock.now += 0.11
+    assert decoders[0].is_due
+    decoders[0].release()
+    assert encoder.try_take()
+    assert not decoders[1].try_take()
+    table.clock.now += 0.1
+    encoder.release()
+    assert decoders[1].try_take() and decoders[1].waited_s == pytest.approx(0.31)
+    assert not encoder.try_take()
+    table.clock.now += 0.11
+    assert decoders[1].is_due
+
+
 def test_a_turn_lasts_as_long_as_the_wait_for_it(table: Table) -> None:
     encoder, decoder = table.seat(exclusive=True), table.seat()
     assert encoder.try_take()
