@@ -6,10 +6,12 @@ import time
 import numpy as np
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from services.gateway.forms.text_completions import parse_completion_request
 from tests.gateway_stack import MODEL, GatewayStack
 from tests.noise import least
+from tests.piece_tokenizers import definition
 from tests.tiny_tokenizer import added_ids, tokenizer_json_with_bos
 
 
@@ -236,6 +238,45 @@ def test_a_bos_before_the_prompt_has_no_place_in_its_text(bos_stack):
     places = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
     assert [*places] == [("<|im_start|>", 0), ("a", 0), ("b", 1), ("c", 2), ("A", 3)]
     assert choice["text"] == "abcA"
+
+
+@pytest.fixture(scope="module", params=["llama2", "mistral"])
+def piece_stack(request, loop_thread, tmp_path_factory):
+    """A gateway whose tokenizer puts a BOS and a space before each prompt."""
+    files = {"tokenizer.json": json.dumps(definition(request.param, ("[INST]", "[/INST]")))}
+    stack = GatewayStack(
+        loop_thread, tmp_path_factory.mktemp(request.param), text_only=True, num_encoders=0,
+        files=files,
+    )  # fmt: skip
+    yield stack
+    stack.close()
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+@pytest.mark.parametrize("prompt", [
+    "The quick 漢 🙂x  y", "漢字 a", " fox", "<s>a", "</s>[INST]a 漢[/INST] b [INST]c",
+])  # fmt: skip
+def test_a_space_before_the_prompt_has_no_place_in_its_text(
+    piece_stack, prompt, add_special_tokens
+):
+    """The offsets are those of Hugging Face's tokenizer. The answer's first space is text."""
+    path = piece_stack.model_directory / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    expected = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    reply = piece_stack.tokenizer.encode_text("fox 字!")
+    piece_stack.decoder.reply = reply
+    choice = post(
+        piece_stack, prompt=prompt, echo=True, logprobs=0, max_tokens=len(reply),
+        add_special_tokens=add_special_tokens, return_token_ids=True,
+    ).json()["choices"][0]  # fmt: skip
+    assert choice["prompt_token_ids"] == expected.ids
+    assert choice["text"] == prompt + " fox 字!"
+    tokens, places = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    length = len(expected.ids)
+    assert places[:length] == [first for first, _ in expected.offsets]
+    assert places[length] == len(prompt)
+    for token, place in zip(tokens[length:], places[length:], strict=True):
+        assert "\ufffd" in token or choice["text"].startswith(token, place)
 
 
 def test_prompt_logprobs_of_completions_and_chat(stack):

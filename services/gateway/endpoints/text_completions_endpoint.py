@@ -8,6 +8,7 @@ import codecs
 from collections.abc import Sequence, Set
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import takewhile
 
 from services.common.errors import InvalidRequest
 from services.gateway.endpoints.direct_tokens import DirectTokens
@@ -277,20 +278,30 @@ class _Writer:
         tokenizer, as_ids = self._tokenizer, bool(self.request.return_tokens_as_token_ids)
         token_ids = completion.prompt_token_ids()
         name, numbers = token_name(tokenizer, token_ids[0], as_ids)
-        # If the first token is a BOS that the tokenizer has added, it is not in the text.
-        data = bytes(numbers) if text.encode().startswith(bytes(numbers)) else b""
+        data = bytes(numbers)
+        same = sum(1 for _ in takewhile(lambda token_id: token_id == token_ids[0], token_ids))
+        if token_ids[0] in tokenizer.special_ids and not text.encode().startswith(data * same):
+            data = b""  # The first token is a BOS that the tokenizer has added.
+        places.echo = text if tokenizer.prepends_space else ""
         found.tokens.append(name)
         found.token_logprobs.append(None)
         found.top_logprobs.append(None)
         found.text_offset.append(places.next(data))
         entries = completion.prompt_scores.entries(token_ids, tokenizer, as_ids=as_ids)
         _add_logprobs(found, entries, places, frozenset())
+        places.echo = ""
 
 
 class _Places:
-    """The offsets of tokens in a text. All tokens of one character have the character's offset."""
+    """The offsets of tokens in a text. All tokens of one character have the character's offset.
+
+    Attributes:
+        echo: text of the prompt that the next tokens are of, if the tokenizer puts spaces before
+            texts that are not in it: `▁The` is `The` at the beginning of a prompt. Otherwise empty.
+    """
 
     def __init__(self) -> None:
+        self.echo = ""
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_characters = 0
 
@@ -299,8 +310,13 @@ class _Places:
         in the text.
         """
         place = self._num_characters
+        if self.echo and data.startswith(b" ") and not self._is_echoed(data):
+            data = data[1:] if self._is_echoed(data[1:]) else data
         self._num_characters += len(self._utf8.decode(data))
         return place
+
+    def _is_echoed(self, data: bytes) -> bool:
+        return self.echo.startswith(data.decode(errors="replace"), self._num_characters)
 
 
 def _add_logprobs(

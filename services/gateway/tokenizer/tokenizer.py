@@ -48,6 +48,7 @@ class ModelTokenizer:
         special_ids: ids of the added tokens that are special.
         max_token_bytes: number of bytes of the longest token.
         trims_start: True if one space at the beginning of a decoded text is no part of the text.
+        prepends_space: True if the tokenizer puts a space before a text that it encodes.
 
     Raises:
         ModelSpecError: the tokenizer is of a kind that is not supported (`token_format`), or has
@@ -57,6 +58,7 @@ class ModelTokenizer:
     def __init__(self, definition: Mapping[str, Any]) -> None:
         self._format = format_of(definition)
         self.trims_start = self._format.trims_start
+        self.prepends_space = self._format.continuing is not None
         whole: dict[str, Any] = {**definition, "truncation": None, "padding": None}
         self.reference = _without_added(whole)
         self._whole = _built(whole)
