@@ -10,7 +10,7 @@ import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # torch and transformers are imported where they are used: se
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.slow]
 
 ADDED = ("[INST]", "[/INST]")
+SPECIAL = ("<unk>", "<s>", "</s>", *ADDED)
+TOLERANCE = 5e-4  # of logprobs, as in test_text_families.py
 # Llama 2 writes `[INST]` as text, Mistral as an added token.
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
@@ -43,6 +45,11 @@ MESSAGES = [
 ]
 
 
+def decoded(parts: list[bytes]) -> str:
+    """Returns the characters that parts of a text complete."""
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(parts))
+
+
 class Stack:
     """A decoder and a gateway of one checkpoint, and its oracle."""
 
@@ -51,7 +58,7 @@ class Stack:
 
         found = definition(kind, ADDED if kind == "mistral" else ())
         config = CONFIGS["llama-llama3"]()
-        config.vocab_size = 704
+        config.vocab_size, config.bos_token_id, config.eos_token_id = 704, 1, 2
         self.oracle: Oracle = make_text_oracle(config, directory / "model")
         model = self.oracle.directory
         (model / "tokenizer.json").write_text(json.dumps(found))
@@ -95,15 +102,19 @@ class Stack:
 
         Equal to transformers' text if all bytes are UTF-8 (tests/unit/gateway).
         """
-        data = b""
+        return decoded(self.bytes_of(ids, with_added=False))
+
+    def bytes_of(self, ids: list[int], *, with_added: bool = True) -> list[bytes]:
+        """Returns the bytes of each token. An id that the vocabulary does not use has none."""
+        found: list[bytes] = []
         for token in self.tokenizer().convert_ids_to_tokens(ids):
-            if token is None:
-                continue  # an id that the vocabulary does not use
-            if token.startswith("<0x"):
-                data += bytes([int(token[3:5], 16)])
-            elif token not in ("<unk>", "<s>", "</s>", *ADDED):
-                data += token.replace(SPACE, " ").encode()
-        return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+            if token is None or (token in SPECIAL and not with_added):
+                found.append(b"")
+            elif token.startswith("<0x"):
+                found.append(bytes.fromhex(token[3:5]))
+            else:
+                found.append(token.replace(SPACE, " ").encode())
+        return found
 
     def generate(self, ids: list[int], count: int = NUM_TOKENS) -> list[int]:
         """Returns the greedy tokens of transformers."""
@@ -129,7 +140,7 @@ def stack(
 
 def test_prompts_and_answers_equal_those_of_transformers(stack: Stack) -> None:
     """The `<s>` in the first message is text for us, so the oracle's prompt has none."""
-    tokenizer = stack.tokenizer()
+    tokenizer: Any = stack.tokenizer()
     messages = [{**m, "content": m["content"].replace(" <s>", "")} for m in MESSAGES]
     ids = tokenizer.apply_chat_template(messages, chat_template=TEMPLATE)["input_ids"]
     answer = stack.chat(messages=messages, ignore_eos=True, return_token_ids=True)
@@ -142,27 +153,111 @@ def test_prompts_and_answers_equal_those_of_transformers(stack: Stack) -> None:
     assert marked.count(1) == ids.count(1), "the name of an added token is text"
 
 
-def test_a_stream_has_the_text_of_the_whole_answer(stack: Stack) -> None:
-    whole = stack.chat(ignore_eos=True)["choices"][0]["message"]["content"]
+def test_a_stream_has_the_text_and_the_logprobs_of_the_whole_answer(stack: Stack) -> None:
+    whole = stack.chat(ignore_eos=True, logprobs=True)["choices"][0]
     body = {
         "model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": NUM_TOKENS,
-        "ignore_eos": True, "stream": True,
+        "ignore_eos": True, "logprobs": True, "stream": True,
     }  # fmt: skip
-    url, text = f"http://{stack.gateway.address}/v1/chat/completions", ""
+    url, text, entries = f"http://{stack.gateway.address}/v1/chat/completions", "", []
     with httpx2.stream("POST", url, json=body, timeout=PATIENCE_S) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
-                choices = json.loads(line[6:])["choices"]
-                text += choices[0]["delta"].get("content") or "" if choices else ""
-    assert text == whole
+                for choice in json.loads(line[6:])["choices"]:
+                    text += choice["delta"].get("content") or ""
+                    entries += (choice.get("logprobs") or {}).get("content") or ()
+    assert text == whole["message"]["content"]
+    assert names_of(entries) == names_of(whole["logprobs"]["content"])
 
 
-def test_a_completion_continues_its_prompt(stack: Stack) -> None:
-    prompt = "The quick brown"
-    tokens = stack.generate(stack.tokenizer().encode(prompt))
-    fields = {"prompt": prompt, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    answer = stack.post("/v1/completions", echo=True, **fields)["choices"][0]["text"]
-    assert answer == prompt + stack.text_of(tokens)
+def names_of(entries: list[dict]) -> list[tuple[str, list[int]]]:
+    return [(entry["token"], entry["bytes"]) for entry in entries]
+
+
+def test_logprobs_equal_those_of_transformers(stack: Stack) -> None:
+    from tests.parity.oracle import Prompt
+
+    answer = stack.chat(ignore_eos=True, logprobs=True, top_logprobs=2, return_token_ids=True)
+    prompt = Prompt(answer["prompt_token_ids"], [], [], None)
+    tokens, logits = stack.oracle.generate(prompt, NUM_TOKENS)
+    (choice,), expected = answer["choices"], logits.float().log_softmax(-1)
+    entries = choice["logprobs"]["content"]
+    assert [bytes(entry["bytes"]) for entry in entries] == stack.bytes_of(tokens)
+    for entry, values in zip(entries, expected, strict=True):
+        assert entry["logprob"] == pytest.approx(float(values.max()), abs=TOLERANCE)
+        top, places = values.topk(2)
+        assert [found["logprob"] for found in entry["top_logprobs"]] == pytest.approx(
+            top.tolist(), abs=TOLERANCE
+        )
+        assert [bytes(found["bytes"]) for found in entry["top_logprobs"]] == stack.bytes_of(
+            places.tolist()
+        )
+
+
+def with_logprobs(stack: Stack, **fields: object) -> tuple[str, list[bytes]]:
+    """Returns an answer's text, and the bytes of its tokens, of which the logprobs have a copy."""
+    (choice,) = stack.chat(logprobs=True, return_token_ids=True, **fields)["choices"]
+    if choice["finish_reason"] == "stop":
+        assert choice["token_ids"].pop() == 2, "the end token has no entry"
+    data = stack.bytes_of(choice["token_ids"])
+    names = [(part.decode(errors="replace"), list(part)) for part in data]
+    assert names_of(choice["logprobs"]["content"]) == names
+    return choice["message"]["content"] or "", data
+
+
+def test_the_bytes_of_logprobs_are_those_of_the_answer(stack: Stack) -> None:
+    text, data = with_logprobs(stack, ignore_eos=True)
+    data = [part for part in data if part.decode(errors="replace") not in SPECIAL]
+    assert text == decoded(data).removeprefix(" ") and "\ufffd" in text
+
+
+def test_the_bytes_of_logprobs_have_the_blank_before_an_answer(stack: Stack) -> None:
+    number = stack.tokenizer().convert_tokens_to_ids("▁an")
+    text, data = with_logprobs(stack, ignore_eos=True, logit_bias={str(number): 100})
+    assert data == [b" an"] * NUM_TOKENS and text == "an" + " an" * (NUM_TOKENS - 1)
+
+
+def test_a_character_of_several_tokens_has_its_bytes_in_logprobs(stack: Stack) -> None:
+    wanted = "the 漢字 🙂 naïve  fox"
+    text, data = with_logprobs(stack, structured_outputs={"choice": [wanted]}, max_tokens=100)
+    assert text == wanted == b"".join(data).decode()
+    assert "🙂".encode()[:1] in data and "漢".encode()[2:] in data
+
+
+@pytest.mark.parametrize("is_skipped", [True, False])
+def test_the_bytes_of_a_special_token_are_its_name(stack: Stack, is_skipped: bool) -> None:
+    bias = {"ignore_eos": True, "logit_bias": {"2": 100}}
+    text, data = with_logprobs(stack, skip_special_tokens=is_skipped, **bias)
+    assert data == [b"</s>"] * NUM_TOKENS
+    assert text == ("" if is_skipped else "</s>" * NUM_TOKENS)
+
+
+@pytest.mark.parametrize("is_special", [False, True], ids=["", "special tokens as text"])
+@pytest.mark.parametrize("echo", [False, True], ids=["", "echo"])
+def test_a_completion_continues_its_prompt(stack: Stack, echo: bool, is_special: bool) -> None:
+    """Its logprobs name the tokens and their places: those of the prompt's tokens as transformers
+    has them, those of the answer's by the characters that the tokens before complete.
+    """
+    tokenizer, prompt = stack.tokenizer(), "The quick 漢字</s> brown 🙂"
+    encoded = tokenizer(prompt, return_offsets_mapping=True)
+    ids = encoded["input_ids"]
+    fields: dict = {"logit_bias": {"2": 100}, "skip_special_tokens": False} if is_special else {}
+    (choice,) = stack.post(
+        "/v1/completions", prompt=prompt, echo=echo, logprobs=1, temperature=0,
+        max_tokens=NUM_TOKENS, ignore_eos=True, **fields,
+    )["choices"]  # fmt: skip
+    tokens = [2] * NUM_TOKENS if is_special else stack.generate(ids)
+    in_text = stack.bytes_of(tokens, with_added=is_special)
+    beginning = prompt if echo else ""
+    assert choice["text"] == beginning + decoded(in_text)
+    found = choice["logprobs"]
+    data = stack.bytes_of([*ids, *tokens] if echo else tokens)
+    assert found["tokens"] == [part.decode(errors="replace") for part in data]
+    expected = [first for first, _ in encoded["offset_mapping"]] if echo else []
+    expected += [len(beginning + decoded(in_text[:count])) for count in range(NUM_TOKENS)]
+    assert found["text_offset"] == expected
+    tops = zip(found["tokens"], found["top_logprobs"], strict=True)
+    assert all(top is None or token in top for token, top in tops)
 
 
 def test_answers_obey_grammars(stack: Stack) -> None:
