@@ -73,6 +73,11 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """Applies the sigmoid form of GELU. Each of the three operations rounds, as in transformers."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor | None:
     """Applies a linear layer. The next `add_layer_norm` adds the result to the residual stream."""
     return F.linear(x, weight, bias)

@@ -121,7 +121,7 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """Computes the network of `x`, `[N, hidden]`. Returns the result of `project_back`."""
         inner = project(x, self.fc1, self.ops)
-        return project_back(inner * torch.sigmoid(1.702 * inner), self.fc2, residual, self.ops)
+        return project_back(self.ops.quick_gelu(inner), self.fc2, residual, self.ops)
 
 
 class Merger(nn.Module):

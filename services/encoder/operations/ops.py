@@ -179,6 +179,10 @@ class Ops:
         """Computes `gelu(x @ weight.T + bias)` with the tanh form of GELU."""
         return self.table.call("linear_gelu", x, weight, bias)
 
+    def quick_gelu(self, x: Tensor) -> Tensor:
+        """Computes `x * sigmoid(1.702 * x)`, the sigmoid form of GELU, of `[N, n]`."""
+        return self.table.call("quick_gelu", x)
+
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Applies rotary embeddings to queries and keys. Element j is rotated with element
         j + head_dim / 2, in float32, and the result is rounded once.

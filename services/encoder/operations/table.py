@@ -207,6 +207,7 @@ IMPLEMENTATIONS: tuple[Implementation[TowerFacts], ...] = (
     ),
     Implementation("linear_gelu", "cublas", _linear_gelu, _without_half_on_cuda),
     _plain("linear_gelu"),
+    _plain("quick_gelu"),
     Implementation("linear_add", "cublaslt", _linear_add, _without_hopper, _many_tokens),
     _plain("linear_add"),
 )

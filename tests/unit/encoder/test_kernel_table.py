@@ -10,7 +10,9 @@ import torch
 from kernels.attention.attention_tuning import HOPPER_SHARED_MEMORY
 from kernels.attention.segments import BatchSegments
 from kernels.device import KNOWN_DEVICES, DeviceFacts
+from services.common.families.paddleocr_vl import SiglipTower
 from services.common.families.qwen2_5_vl import WindowTower
+from services.common.families.qwen2_vl import PlainTower
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.model_spec import TowerSpec
 from services.common.nn.dispatch import KernelTable, UnknownOverride, parse_overrides
@@ -22,10 +24,15 @@ from tests.tower import cpu_ops
 TWO_B = DeepStackTower(24, 1024, 4096, 16, 3, 16, 2, 2, 2048, 2304, (5, 11, 17))
 EIGHT_B = DeepStackTower(27, 1152, 4304, 16, 3, 16, 2, 2, 4096, 2304, (8, 16, 24))
 RESERVED_SHARED_MEMORY = 1024  # bytes of each CTA that the driver takes
+QWEN2_7B = PlainTower(32, 1280, 5120, 16, 3, 14, 2, 2, 3584)
 QWEN2_5_7B = WindowTower(32, 1280, 3420, 16, 3, 14, 2, 2, 3584, 112, (7, 15, 23, 31))
+PADDLEOCR = SiglipTower(27, 1152, 4304, 16, 3, 14, 1, 2, 1024, 729)
+TOWERS = {
+    "2B": TWO_B, "8B": EIGHT_B, "2-7B": QWEN2_7B, "2.5-7B": QWEN2_5_7B, "PaddleOCR": PADDLEOCR,
+}  # fmt: skip
 OPERATIONS = {
     "pack_patches", "add_layer_norm", "layer_norm", "add_rms_norm", "rms_norm", "silu_and_mul",
-    "rotary", "ragged_attention", "linear_gelu", "linear_add", "linear",
+    "rotary", "ragged_attention", "linear_gelu", "quick_gelu", "linear_add", "linear",
 }  # fmt: skip
 
 
@@ -42,7 +49,7 @@ def picked(found: KernelTable[TowerFacts], num_tokens: int = 4096) -> dict[str, 
     return {operation: found.choose(operation, num_tokens).name for operation in OPERATIONS}
 
 
-@pytest.mark.parametrize("spec", [TWO_B, EIGHT_B, QWEN2_5_7B], ids=["2B", "8B", "2.5-7B"])
+@pytest.mark.parametrize("spec", TOWERS.values(), ids=TOWERS)
 @pytest.mark.parametrize("device", KNOWN_DEVICES.values(), ids=KNOWN_DEVICES)
 def test_every_tower_is_fast_on_every_gpu(device: DeviceFacts, spec: TowerSpec) -> None:
     hopper = device.capability == (9, 0)
@@ -51,6 +58,8 @@ def test_every_tower_is_fast_on_every_gpu(device: DeviceFacts, spec: TowerSpec) 
     for operation in ("linear", "linear_add"):
         assert found.pop(operation) == ("cublaslt" if hopper else "plain")
     assert found.pop("linear_gelu") == ("cublaslt" if hopper else "cublas")
+    # Qwen2-VL's MLPs alone have it. It is plain on every device.
+    assert found.pop("quick_gelu") == "plain"
     assert set(found.values()) == {"triton"}
 
 
