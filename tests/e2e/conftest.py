@@ -29,7 +29,12 @@ _LINES = (
         "test_structured_output",
     ),
     ("test_handover", "test_failures"),
-    ("test_serve_video", "test_text_families", "test_text_only_stack"),
+    (
+        "test_serve_video",
+        "test_serve_other_towers",
+        "test_text_families",
+        "test_text_only_stack",
+    ),
     ("test_cache_tiers",),
     (
         "test_page_answers",
