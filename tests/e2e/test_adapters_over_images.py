@@ -24,9 +24,9 @@ from tests.noise import PATIENCE_S
 if TYPE_CHECKING:
     from tests.e2e.tiny_video import Oracle
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.nightly]
 
-NIGHTLY = ("qwen2_vl", "paddleocr_vl", "qwen3_5")
+FAMILIES = ("qwen3_vl", "qwen2_vl", "paddleocr_vl", "qwen3_5")
 LANGUAGE = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj|out_proj|in_proj_qkv)"
 # Every linear layer, also those of the towers, of all families.
 EVERYWHERE = (
@@ -101,7 +101,7 @@ class Family:
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3_vl", *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)],
+    params=FAMILIES,
 )
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family.make(request.param, tmp_path_factory.mktemp(request.param), CONFIGS)
@@ -133,7 +133,6 @@ def test_each_name_answers_as_pefts_model(family: Family, command: ServeCommand)
     assert len(found) == len(names)  # control: each adapter changes what is computed
 
 
-@pytest.mark.nightly
 def test_a_folded_adapter_answers_as_pefts_merged_model(family: Family) -> None:
     options = [*family.options(), "--merge-adapter", str(family.directory / "everywhere")]
     with serve_command(family.directory, options) as command:
@@ -168,7 +167,6 @@ async def stream(client: httpx2.AsyncClient, model: str) -> tuple[list[float], l
     return times, tokens, logprobs
 
 
-@pytest.mark.nightly
 async def test_eight_adapters_of_one_batch_answer_as_pefts_models(tmp_path: Path) -> None:
     parts = [LANGUAGE, EVERYWHERE]
     configs = {
