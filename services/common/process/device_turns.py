@@ -7,9 +7,9 @@ batches. Decoders do not exclude each other.
 There are two lock files for each GPU, in a folder that the processes of the machine share. `card`
 is held while a process has its turn, by an encoder exclusively and by decoders shared. `next` is
 held by the one process that waits for `card`: whoever wants a turn takes `next`, then `card`, and
-then gives up `next`. Therefore, a process that holds `next` has the next turn, and the process that
-has the turn now sees by this lock that somebody waits. The locks are those of `flock`. The kernel
-frees them when their process ends, in whatever way it ends.
+then gives up `next`. The holder of `next` has the next turn, and whoever holds `card` sees by
+`next` that another process waits. The locks are those of `flock`. The kernel frees them when their
+process ends, in whatever way it ends.
 
 Containers that do not share `/dev/shm` do not see each other's locks, and so take no turns.
 """

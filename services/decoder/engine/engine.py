@@ -267,7 +267,8 @@ class Engine:
             self._postprocess(oldest, output)
             in_flight = bool(self.pending)
             # The engine waits with a step in flight if it begins to take turns again after a pause.
-            is_last = self.turns.is_due or self.turns.is_waiting
+            # With a later step in flight none is launched here, so the locks are not looked at.
+            is_last = not in_flight and (self.turns.is_due or self.turns.is_waiting)
             if following := self.drafts.look(
                 oldest, pending, now, in_flight=in_flight, is_last=is_last
             ):

@@ -326,7 +326,7 @@ def test_lines_of_a_batch_are_no_crowd() -> None:
     cost = cost_of(0.1)
     cost.efficient_tokens, cost.may_stretch = 320, True
     scheduler = crowd_of(cost, 80, 120, background=True)
-    assert not scheduler.prefills.exceed(0)
+    assert not scheduler.prefills.has_more_than(0)
     assert scheduler.schedule().num_tokens <= 320
 
 

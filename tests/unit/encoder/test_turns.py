@@ -88,9 +88,12 @@ def test_a_large_batch_that_fails_ends_its_turn(sharing: Running, turns: FakeTur
     assert turns.num_turns == 2
 
 
-def test_an_engine_stops_while_a_large_batch_waits(sharing: Running, turns: FakeTurns) -> None:
-    sharing.front.encode(1, grid=LARGE)
+def test_an_engine_stops_while_a_large_batch_waits(turns: FakeTurns) -> None:
+    running = Running(turns=turns)
+    running.front.encode(1, grid=LARGE)
     wait_until(lambda: turns.is_waiting)
+    running.stop()
+    assert not turns.is_waiting and not running.runner.batches
 
 
 def test_the_next_large_batch_does_not_wait_for_a_message_after_one_that_failed(

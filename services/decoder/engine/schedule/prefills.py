@@ -80,7 +80,7 @@ class Prefills:
         head = self.waiting.head()
         return bool(self.prefilling) or (head is not None and not self._is_blocked(head))
 
-    def exceed(self, num_tokens: int) -> bool:
+    def has_more_than(self, num_tokens: int) -> bool:
         """Returns whether more than `num_tokens` tokens of prompts are left to compute.
 
         Prompts in the background do not count, nor do those that wait for an image or a token mask.

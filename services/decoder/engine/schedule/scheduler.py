@@ -279,7 +279,7 @@ class Scheduler:
             max_tokens=self.background.max_tokens(self._max_batched_tokens, num_tokens),
             alone=not chunks and num_prompts == 1 and not self.background.is_short,
             max_chunks=self.background.max_chunks,
-            is_crowded=crowd_tokens is not None and self.prefills.exceed(crowd_tokens),
+            is_crowded=crowd_tokens is not None and self.prefills.has_more_than(crowd_tokens),
         )
         chunks += self.prefills.plan(budget, self.step)
         return load
