@@ -25,6 +25,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -246,7 +247,7 @@ def report(answers: Sequence[Answer], kind: str) -> str:
 
 
 def cores_of(num_encoders: int, wanted: int | None) -> list[list[int]]:
-    """Returns the cores of each encoder.
+    """Returns the cores of each encoder: logical ones, those of a physical core side by side.
 
     Args:
         num_encoders: number of encoders.
@@ -255,13 +256,22 @@ def cores_of(num_encoders: int, wanted: int | None) -> list[list[int]]:
     Raises:
         ValueError: the machine has too few cores.
     """
-    found = sorted(os.sched_getaffinity(0))
+    found = sorted(os.sched_getaffinity(0), key=lambda core: (_physical_core(core), core))
     size = wanted or len(found) // num_encoders
     if not size or num_encoders * size > len(found):
         raise ValueError(
             f"--cores: this machine has {len(found)} cores for {num_encoders} encoders"
         )
     return [found[i * size : (i + 1) * size] for i in range(num_encoders)]
+
+
+def _physical_core(core: int) -> int:
+    """Returns the first logical core of a core's physical one, or the core if it is not known."""
+    path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+    try:
+        return int(re.split("[,-]", path.read_text())[0])
+    except (OSError, ValueError):
+        return core
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
