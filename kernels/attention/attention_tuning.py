@@ -250,6 +250,18 @@ MAX_CACHED_SHARE = 0.25  # largest ratio of pairs with cached tokens to pairs wi
 MIN_CAPTURED_PAIRS, MAX_CAPTURED_PAIRS, MEASURED_WIDTH = 1_000_000, 12_000_000, 2_048
 
 
+# FA3 reads dense keys if a chunk has this many tokens in the mean, weighted by its context. See
+# `dense_keys` for times. Their memory has at most so many bytes, which is 131,072 tokens of an 8B.
+DENSE_MIN_CHUNK, _DENSE_BYTES = 640, 512 << 20
+DENSE_CTAS_PER_SM = 4  # CTAs that copy keys, and as many that copy values
+
+
+def dense_tokens(facts: AttentionFacts) -> int:
+    """Returns how many tokens' keys and values fit into the memory for dense ones."""
+    token_bytes = 2 * facts.num_kv_heads * facts.head_dim * facts.dtype.itemsize
+    return min(facts.max_num_blocks * facts.block_size, _DENSE_BYTES // token_bytes)
+
+
 # Tokens of a tile of FlashAttention-3 for heads of up to 128 elements, and of the two CTAs of an SM
 # in `PrefillAttention`.
 _PREFILL_TILE = 128

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from services.decoder.attention.base import AttentionMetadata
+from tests.gpu.decoder_2b import needs_flashinfer
 from tests.gpu.twins import CUDA, TOLERANCE, attention_facts, error, random
 
 pytest.importorskip("triton")
@@ -185,6 +187,82 @@ def test_prefill_attention_agrees_with_its_twin(
         assert out[num_tokens:].isnan().all()
     assert torch.equal(*found)
     assert error(found[0], torch.cat(expected)) <= TOLERANCE
+
+
+# Chunks of (cached tokens, new tokens); the last two are padding without tokens.
+LONG_CHUNKS = [
+    [(12_000, 1024)], [(0, 300), (5001, 700), (2000, 1)], [(100_000, 640)], [(0, 1)], [(31, 2000)],
+]  # fmt: skip
+PADDING, LONG_DECODES, MOST_TOKENS = [(0, 0)] * 2, 3, 2051
+
+
+def long_step(chunks: list[tuple[int, int]], block_ids: torch.Tensor) -> AttentionMetadata:
+    """A step of three decodes of one token, whose attention is not computed, and chunks."""
+    parts = [(0, 1)] * LONG_DECODES + chunks
+    seq_lens = np.array([sum(part) for part in parts], np.int32)
+    starts = first_blocks(seq_lens, BLOCK_SIZE)
+    return AttentionMetadata(
+        num_decodes=LONG_DECODES,
+        cu_query_lens=np.cumsum([0, *(new for _, new in parts)]).astype(np.int32),
+        seq_lens=seq_lens,
+        first_blocks=starts,
+        slot_mapping=torch.zeros(0, dtype=torch.int64),
+        block_ids=block_ids,
+        first_blocks_device=torch.from_numpy(starts).cuda(),
+        seq_lens_device=torch.from_numpy(seq_lens).cuda(),
+    )
+
+
+@needs_flashinfer
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (28, 4, 128), (32, 8, 64)])
+def test_fa3_over_dense_keys_agrees_with_keys_in_blocks(
+    heads: int, kv_heads: int, dim: int
+) -> None:
+    """Planned for an eager step, and captured once and planned before each replay. Copied keys are
+    equal to their twin's bit for bit.
+    """
+    from services.decoder.attention import flashinfer
+
+    facts = replace(attention_facts(heads, kv_heads, dim), max_num_blocks=7000)
+    if why := prefill_obstacle(facts):
+        pytest.skip(why)
+    attend = flashinfer.FlashInferPrefill(facts, CUDA, flashinfer.make_float_workspace(CUDA))
+    dense = attend._dense
+    assert dense is not None and len(dense.keys) >= 101_000
+    pool = random(facts.max_num_blocks, 2, BLOCK_SIZE, kv_heads, dim)
+    block_ids = torch.randperm(facts.max_num_blocks, dtype=torch.int32).cuda()
+    query, out = random(MOST_TOKENS, heads, dim), random(MOST_TOKENS, heads, dim)
+    largest = long_step([(0, 2000), (0, 48), *PADDING], block_ids)
+    planned = attend.plan(largest, captured=True)
+    planned.run(query, pool, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        planned.run(query, pool, out=out)
+    for chunks in LONG_CHUNKS:
+        padded = [*chunks, *[(0, 0)] * (4 - len(chunks))]
+        step = long_step(padded, block_ids)
+        largest.first_blocks_device.copy_(step.first_blocks_device)
+        largest.seq_lens_device.copy_(step.seq_lens_device)
+        count = int(step.cu_query_lens[-1])
+        expected = torch.full_like(query[:count], torch.nan)
+        attend._plan_paged(step).run(query[:count], pool, out=expected)
+        found = torch.full_like(expected, torch.nan)
+        dense.keys.zero_()
+        attend.plan(step).run(query[:count], pool, out=found)
+        out.fill_(torch.nan)
+        attend.plan(step, captured=True)
+        graph.replay()
+        tensors = step.first_blocks_device[LONG_DECODES:], step.seq_lens_device[LONG_DECODES:]
+        copies = dense.keys.clone(), dense.values.clone()
+        dense.gather_plainly(pool, block_ids, *tensors)
+        assert torch.equal(copies[0], dense.keys) and torch.equal(copies[1], dense.values)
+        assert copies[0][: sum(map(sum, chunks))].any(dim=(1, 2)).all()
+        for each in (found, out[:count]):
+            assert each[:LONG_DECODES].isnan().all(), "rows of decodes"
+            assert each[LONG_DECODES:].isfinite().all()
+            assert error(each[LONG_DECODES:], expected[LONG_DECODES:]) <= TOLERANCE
+        assert out[count:].isnan().all()
 
 
 def check_paged_in_a_graph(

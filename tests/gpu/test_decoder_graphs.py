@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels.sampling.sampling import greedy
-from services.decoder.engine.run.graphs import CrowdedGraphs, MixedGraphs
+from services.decoder.engine.run.graphs import CrowdedGraphs, LongGraphs, MixedGraphs
 from tests.decoder_harness import Harness
 from tests.gpu.decoder_2b import needs_flashinfer, options, prompts, relative
 
@@ -136,7 +136,16 @@ def test_a_captured_part_of_a_prompt_is_as_good_as_an_eager_one(dummy: Harness) 
 def test_a_captured_mixture_agrees_with_the_eager_one(
     dummy: Harness, decodes: int, chunks: list[int]
 ) -> None:
-    agree_captured(dummy, MixedGraphs, decodes, chunks)
+    agree_captured(dummy, MixedGraphs, decodes, chunks, {1: 37})
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("decodes", [0, 5, 60])
+@pytest.mark.parametrize("chunks", [[1900], [1100, 700]], ids=str)
+def test_a_captured_step_behind_a_long_context_agrees_with_the_eager_one(
+    dummy: Harness, decodes: int, chunks: list[int]
+) -> None:
+    agree_captured(dummy, LongGraphs, decodes, chunks, {0: 1900})
 
 
 @pytest.fixture(scope="module")
@@ -157,14 +166,19 @@ def crowd(directory: Path) -> Iterator[Harness]:
 def test_a_captured_crowd_agrees_with_the_eager_one(
     crowd: Harness, decodes: int, chunks: list[int]
 ) -> None:
-    agree_captured(crowd, CrowdedGraphs if decodes > 64 else MixedGraphs, decodes, chunks)
+    kind = CrowdedGraphs if decodes > 64 else MixedGraphs
+    agree_captured(crowd, kind, decodes, chunks, {1: 37})
 
 
 def agree_captured(
-    dummy: Harness, kind: type[MixedGraphs], decodes: int, chunks: list[int]
+    dummy: Harness,
+    kind: type[MixedGraphs],
+    decodes: int,
+    chunks: list[int],
+    contexts: dict[int, int],
 ) -> None:
-    """The first chunk has an image and the second context before it; the last one samples nothing,
-    where that leaves the step something to sample.
+    """The first chunk has an image, and `contexts` are the cached tokens by the chunk's index; the
+    last chunk samples nothing, where that leaves the step something to sample.
     """
     rng = np.random.default_rng(decodes)
     running = [dummy.start(ids, row) for row, ids in enumerate(prompts(decodes))]
@@ -173,10 +187,10 @@ def agree_captured(
     embedding = torch.randn(4, 15, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
     step = [dummy.chunk(sequence) for sequence in running]
     for index, length in enumerate(chunks):
-        cached = 37 if index == 1 else 0
+        cached = contexts.get(index, 0)
         rest = 9 if index == len(chunks) - 1 and decodes else 0
         token_ids = rng.integers(0, 150000, cached + length + rest).tolist()
-        images = [(2, embedding)] if index == 0 else []
+        images = [(cached + 2, embedding)] if index == 0 else []
         sequence = dummy.start(token_ids, decodes + index, images=images)
         if cached:
             dummy.step(dummy.chunk(sequence, cached))

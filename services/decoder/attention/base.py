@@ -73,7 +73,7 @@ class AttentionMetadata:
     states: StateLayout | None = None
 
 
-StepKind = Literal["decodes", "prompts", "mixed"]
+StepKind = Literal["decodes", "prompts", "mixed", "long"]
 
 
 class AttentionBackend(Protocol):
@@ -89,12 +89,19 @@ class AttentionBackend(Protocol):
 
         Args:
             kind: "decodes" for steps of decodes alone, "prompts" for steps of one chunk alone,
-                "mixed" for other steps.
+                "mixed" for other steps, "long" for steps whose chunks have long contexts, and which
+                are planned before each replay.
         """
         ...
 
     def captures_chunks(self, step: StepLengths) -> bool:
-        """Returns whether a captured step is faster than an eager step for the step's chunks."""
+        """Returns whether a step captured without a plan is faster for the step's chunks than an
+        eager one.
+        """
+        ...
+
+    def captures_long(self, step: StepLengths) -> bool:
+        """Returns whether a step of the kind "long" is the fastest one for the step's chunks."""
         ...
 
     def plans_from_blocks(self, num_decodes: int) -> bool:
@@ -137,7 +144,8 @@ class AttentionBackend(Protocol):
             captured: True if a CUDA graph runs the step. The step then has S decodes, or chunks
                 that are padded to T tokens behind `num_decodes` decodes. Some of the decodes may be
                 padding without a context; `slot_mapping` has their tokens and `cu_query_lens` does
-                not. Kernels must read from the addresses at which the graph was captured.
+                not. Kernels must read from the addresses at which the graph was captured. Without a
+                work list, the step is of the kind "long". The largest step is planned first.
         """
         ...
 

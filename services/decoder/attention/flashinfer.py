@@ -4,6 +4,10 @@ Both are planned on the host, once per step. A plan is written to pinned memory 
 device asynchronously. When the next step is planned, the copy may still wait for the device, so
 plans are written to several pinned buffers in turn. All wrappers share one float workspace. Decode
 on tensor cores uses the FA2 prefill kernel.
+
+FA3 takes less time for keys that are dense than for keys in blocks, so they are copied in each
+layer if enough queries share the copy. A plan for FA3 is a list of tiles for each SM. Its places
+depend on the largest step alone, so a CUDA graph can contain the kernel.
 """
 
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportCallIssue=false
@@ -13,15 +17,27 @@ on tensor cores uses the FA2 prefill kernel.
 import numpy as np
 import numpy.typing as npt
 import torch
-from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from flashinfer import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+)
 from torch import Tensor
 
-from kernels.attention.attention_tuning import AttentionFacts, size_class
-from services.decoder.attention.base import AttentionMetadata
+from kernels.attention.attention_tuning import DENSE_MIN_CHUNK, AttentionFacts, size_class
+from kernels.attention.dense_keys import DenseKeys
+from kernels.tuning import MAX_CAPTURED_CHUNKS
+from services.decoder.attention.base import AttentionMetadata, StepLengths
 
 _FLOAT_WORKSPACE_BYTES = 256 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
 _RING = 3
+
+_Wrapper = (
+    BatchDecodeWithPagedKVCacheWrapper
+    | BatchPrefillWithPagedKVCacheWrapper
+    | BatchPrefillWithRaggedKVCacheWrapper
+)
 
 
 class _PinnedRing:
@@ -64,9 +80,7 @@ class _Workspaces:
         self._pinned = _PinnedRing(_INT_WORKSPACE_BYTES)
         self._indices = _PinnedRing(4 * (4 * max_num_sequences + 64))
 
-    def assign(
-        self, wrapper: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
-    ) -> npt.NDArray[np.int32]:
+    def assign(self, wrapper: _Wrapper) -> npt.NDArray[np.int32]:
         """Gives a wrapper its workspace for one plan, and returns pinned memory for the indices."""
         wrapper._int_workspace_buffer = self._on_device
         wrapper._pin_memory_int_workspace_buffer = self._pinned.take()
@@ -196,8 +210,52 @@ class FlashInferDecode:
         return self._captured_block_ids
 
 
+class PagedChunks:
+    """A planned wrapper that reads keys and values in blocks.
+
+    Args:
+        wrapper: the wrapper.
+        first: the first token of the chunks, which are the last tokens of the step.
+    """
+
+    def __init__(self, wrapper: BatchPrefillWithPagedKVCacheWrapper, first: int) -> None:
+        self._wrapper, self._tokens = wrapper, slice(first, None)
+
+    def run(self, query: Tensor, kv_cache: Tensor, *, out: Tensor) -> None:
+        """Computes attention of the chunks in one layer, see `AttentionBackend.forward`."""
+        self._wrapper.run(query[self._tokens], kv_cache, out=out[self._tokens])
+
+
+class DenseChunks:
+    """A planned wrapper that reads dense keys and values, which are copied before.
+
+    Args:
+        wrapper: the wrapper.
+        dense: memory of the dense keys and values.
+        metadata: layout of the step.
+    """
+
+    def __init__(
+        self,
+        wrapper: BatchPrefillWithRaggedKVCacheWrapper,
+        dense: DenseKeys,
+        metadata: AttentionMetadata,
+    ) -> None:
+        self._wrapper, self._dense = wrapper, dense
+        chunks = slice(metadata.num_decodes, len(metadata.seq_lens))
+        self._block_ids = metadata.block_ids
+        self._first_blocks = metadata.first_blocks_device[chunks]
+        self._seq_lens = metadata.seq_lens_device[chunks]
+
+    def run(self, query: Tensor, kv_cache: Tensor, *, out: Tensor) -> None:
+        """Computes attention of the chunks in one layer, see `AttentionBackend.forward`."""
+        dense = self._dense
+        dense.gather(kv_cache, self._block_ids, self._first_blocks, self._seq_lens)
+        self._wrapper.run(query, dense.keys, dense.values, out=out)
+
+
 class FlashInferPrefill:
-    """Attention of chunks of prompts, without CUDA graphs.
+    """Attention of chunks of prompts.
 
     Args:
         facts: facts of the model and the device.
@@ -206,20 +264,81 @@ class FlashInferPrefill:
     """
 
     def __init__(self, facts: AttentionFacts, device: torch.device, scratch: Tensor) -> None:
-        self._facts = facts
-        self._workspaces = _Workspaces(facts.max_num_sequences, device)
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            scratch, "NHD", backend="fa3" if facts.device.is_hopper else "fa2"
+        self._facts, self._device, self._scratch = facts, device, scratch
+        self._workspaces = _Workspaces(facts.max_num_sequences + MAX_CAPTURED_CHUNKS, device)
+        is_hopper = facts.device.is_hopper
+        self._paged = BatchPrefillWithPagedKVCacheWrapper(
+            scratch, "NHD", backend="fa3" if is_hopper else "fa2"
         )
+        self._dense: DenseKeys | None = None
+        if is_hopper:
+            self._dense = DenseKeys(facts, device)
+            self._ragged = BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD", backend="fa3")
+        self._captured: BatchPrefillWithRaggedKVCacheWrapper | None = None
 
-    def plan(self, metadata: AttentionMetadata) -> BatchPrefillWithPagedKVCacheWrapper:
-        """Plans the step's chunks, and returns the wrapper that runs them."""
+    @property
+    def is_captured(self) -> bool:
+        """True if CUDA graphs can contain the kernel."""
+        return self._dense is not None
+
+    def fits(self, step: StepLengths) -> bool:
+        """Returns whether dense keys and values of a step's chunks fit their memory."""
+        contexts = step.seq_lens[step.num_decodes :]
+        return self._dense is not None and int(contexts.sum()) <= len(self._dense.keys)
+
+    def plan(
+        self, metadata: AttentionMetadata, *, captured: bool = False
+    ) -> PagedChunks | DenseChunks:
+        """Plans the step's chunks.
+
+        Args:
+            metadata: layout of the step. Its chunks are the last tokens.
+            captured: True if a CUDA graph runs the step. Then each step has as many chunks, some of
+                which may be padding without tokens, and the first one that is planned has most
+                tokens.
+        """
         decodes, facts = metadata.num_decodes, self._facts
-        host = self._workspaces.assign(self._wrapper)
+        starts, contexts = metadata.cu_query_lens[decodes:], metadata.seq_lens[decodes:]
+        if not captured:
+            shared = (starts[1:] - starts[:-1]) @ contexts.astype(np.int64)
+            total = int(contexts.sum())
+            if self._dense is None or not self._fits(total, int(shared)):
+                return self._plan_paged(metadata)
+        assert self._dense is not None
+        wrapper = self._for_graphs(len(contexts)) if captured else self._ragged
+        host = self._workspaces.assign(wrapper)
+        count = len(starts)
+        host[:count] = starts
+        host[count], host[count + 1 : 2 * count] = 0, contexts.cumsum()
+        wrapper.plan(
+            *torch.from_numpy(host[: 2 * count]).split(count),
+            facts.num_heads,
+            facts.num_kv_heads,
+            facts.head_dim,
+            causal=True,
+            q_data_type=facts.dtype,
+            kv_data_type=facts.dtype,
+        )
+        self._workspaces.planned()
+        return DenseChunks(wrapper, self._dense, metadata)
+
+    def _fits(self, num_keys: int, num_pairs: int) -> bool:
+        """Returns whether dense keys fit their memory and shorten the step.
+
+        Args:
+            num_keys: tokens of all chunks' contexts.
+            num_pairs: sum of each chunk's number of queries, times the tokens of its context.
+        """
+        assert self._dense is not None
+        return num_keys <= len(self._dense.keys) and num_pairs >= DENSE_MIN_CHUNK * num_keys
+
+    def _plan_paged(self, metadata: AttentionMetadata) -> PagedChunks:
+        decodes, facts = metadata.num_decodes, self._facts
+        host = self._workspaces.assign(self._paged)
         starts = metadata.cu_query_lens[decodes:]
         host[: len(starts)] = starts - starts[0]
         query_indptr, host = torch.from_numpy(host[: len(starts)]), host[len(starts) :]
-        self._wrapper.plan(
+        self._paged.plan(
             query_indptr,
             *self._workspaces.pages(host, metadata, slice(decodes, None), facts.block_size),
             facts.num_heads,
@@ -231,4 +350,20 @@ class FlashInferPrefill:
             kv_data_type=facts.dtype,
         )
         self._workspaces.planned()
-        return self._wrapper
+        return PagedChunks(self._paged, int(starts[0]))
+
+    def _for_graphs(self, num_chunks: int) -> BatchPrefillWithRaggedKVCacheWrapper:
+        """Returns the wrapper of all graphs, each of which has as many chunks."""
+        if self._captured is None:
+            query_indptr, key_indptr = torch.zeros(
+                (2, num_chunks + 1), dtype=torch.int32, device=self._device
+            )
+            self._captured = BatchPrefillWithRaggedKVCacheWrapper(
+                self._scratch,
+                "NHD",
+                use_cuda_graph=True,
+                backend="fa3",
+                qo_indptr_buf=query_indptr,
+                kv_indptr_buf=key_indptr,
+            )
+        return self._captured

@@ -1,9 +1,10 @@
 """Attention on a GPU: runs each step's decodes and chunks by the fastest implementation for them.
 
 `services.decoder.attention.table` lists the implementations and counts their calls. Our own kernels
-need no plan, so CUDA graphs can contain them. Outside of graphs, the host takes longer to launch
-Triton's kernels than flashinfer's. An eager step therefore uses our kernels only if it has so many
-tokens that the device is busy during the launches.
+need no plan, so CUDA graphs can contain them. Graphs of chunks behind long contexts contain FA3,
+which is planned before each replay. Outside of graphs, the host takes longer to launch Triton's
+kernels than flashinfer's. An eager step therefore uses our kernels only if it has so many tokens
+that the device is busy during the launches.
 
 An implementation that fails while kernels warm up is dropped, and the step is planned again. A
 later failure is raised to the caller.
@@ -139,18 +140,17 @@ class HopperChunks:
 
 
 @dataclass(frozen=True, slots=True)
-class LibraryPart:
-    """Decodes or chunks by flashinfer.
+class LibraryDecodes:
+    """Decodes by flashinfer.
 
     Attributes:
-        key: operation and name.
         wrapper: flashinfer's planned wrapper.
-        tokens: the tokens of the part.
+        count: number of decodes.
     """
 
-    key: Key
     wrapper: Any
-    tokens: slice
+    count: int
+    key: Key = _LIBRARY_DECODE
 
     def run(
         self,
@@ -160,7 +160,29 @@ class LibraryPart:
         kv_cache: Tensor,
         kv_scales: Tensor | None,
     ) -> None:
-        self.wrapper.run(query[self.tokens], kv_cache, out=output[self.tokens])
+        self.wrapper.run(query[: self.count], kv_cache, out=output[: self.count])
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryChunks:
+    """Chunks by flashinfer.
+
+    Attributes:
+        planned: the result of `FlashInferPrefill.plan`.
+    """
+
+    planned: Any
+    key: Key = _LIBRARY_PREFILL
+
+    def run(
+        self,
+        query: Tensor,
+        output: Tensor,
+        keys_values: Tensor | None,
+        kv_cache: Tensor,
+        kv_scales: Tensor | None,
+    ) -> None:
+        self.planned.run(query, kv_cache, out=output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +264,12 @@ class PagedBackend:
         self._kernels = dict(kernels)
 
     def captures(self, kind: StepKind) -> bool:
-        # Chunks are captured only with our own kernels, which need no plan. Decodes of a library
-        # can be planned for a graph.
         paged, hopper = self._has(_PAGED), self._has(_HOPPER)
-        decodes = paged or self._has(_LIBRARY_DECODE)
-        return {"decodes": decodes, "prompts": hopper, "mixed": paged and hopper}[kind]
+        if kind == "decodes":
+            return paged or self._has(_LIBRARY_DECODE)
+        if kind == "long":
+            return paged and self._has(_LIBRARY_PREFILL) and self._library_prefill.is_captured
+        return hopper and (paged or kind == "prompts")
 
     def captures_chunks(self, step: StepLengths) -> bool:
         if not self._has(_HOPPER):
@@ -254,6 +277,11 @@ class PagedBackend:
         if not self._has(_LIBRARY_PREFILL):
             return True
         return self._kernels[_HOPPER].is_faster_captured(_chunks(step))
+
+    def captures_long(self, step: StepLengths) -> bool:
+        if not self.captures("long") or self.captures_chunks(step):
+            return False
+        return self._library_prefill.fits(step)
 
     def plans_from_blocks(self, num_decodes: int) -> bool:
         return self._choose_captured_decode(num_decodes) == FLASHINFER
@@ -285,7 +313,7 @@ class PagedBackend:
         if decodes < len(metadata.seq_lens):
             library = FLASHINFER if self._has(_LIBRARY_PREFILL) else PLAIN
             prefill = library if work is None else HOPPER
-        assert not captured or (decode != PLAIN and prefill in ("", HOPPER)), "plans on the host"
+        assert not captured or PLAIN not in (decode, prefill), "plans on the host"
         # Decodes are bound by memory and chunks by tensor cores: run concurrently, they take less.
         concurrent = decode == PAGED and prefill == HOPPER
         parts: list[StepPart] = []
@@ -298,7 +326,9 @@ class PagedBackend:
                 )
             if prefill:
                 chosen = PREFILL, prefill
-                parts.append(self._plan_chunks(prefill, metadata, concurrent=concurrent))
+                parts.append(
+                    self._plan_chunks(prefill, metadata, captured=captured, concurrent=concurrent)
+                )
         except Exception as error:
             if not self._drops(chosen, error):
                 raise
@@ -347,16 +377,18 @@ class PagedBackend:
         kernel = self._kernels[DECODE, name]
         if name == FLASHINFER:
             wrapper = kernel.plan(metadata, captured=captured)
-            return LibraryPart(_LIBRARY_DECODE, wrapper, decodes)
+            return LibraryDecodes(wrapper, metadata.num_decodes)
         return PagedDecodes(kernel, metadata, concurrent)
 
-    def _plan_chunks(self, name: str, metadata: AttentionMetadata, *, concurrent: bool) -> StepPart:
+    def _plan_chunks(
+        self, name: str, metadata: AttentionMetadata, *, captured: bool, concurrent: bool
+    ) -> StepPart:
         chunks, work = slice(metadata.num_decodes, None), metadata.work
         if name == PLAIN:
             return self._plan_plain(PREFILL, metadata, chunks)
         kernel = self._kernels[PREFILL, name]
         if name == FLASHINFER:
-            return LibraryPart(_LIBRARY_PREFILL, kernel.plan(metadata), chunks)
+            return LibraryChunks(kernel.plan(metadata, captured=captured))
         assert work is not None
         return HopperChunks(kernel, metadata.block_ids, work, concurrent)
 
@@ -370,8 +402,9 @@ class PagedBackend:
     def _choose_decode(self, metadata: AttentionMetadata, *, captured: bool) -> str:
         """Returns the name of the implementation of a step's decodes."""
         # Beside our own prefill kernel, our decode kernel costs least, however few sequences there
-        # are.
-        if metadata.work is not None and self._has(_PAGED):
+        # are. A captured step with chunks has many decodes, most of which may be padding.
+        is_padded = captured and metadata.num_decodes < len(metadata.seq_lens)
+        if (metadata.work is not None or is_padded) and self._has(_PAGED):
             return PAGED
         if captured:
             return self._choose_captured_decode(metadata.num_decodes)
@@ -384,6 +417,10 @@ class PagedBackend:
         """Returns the name of the implementation of a captured step of decodes alone."""
         with self.table.for_graph():
             return self.table.choose(DECODE, num_decodes).name
+
+    @property
+    def _library_prefill(self) -> Any:  # noqa: ANN401 - a type that needs flashinfer
+        return self._kernels[_LIBRARY_PREFILL]
 
     def _has(self, key: Key) -> bool:
         """Returns whether an implementation can run here and was not dropped."""

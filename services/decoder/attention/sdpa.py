@@ -92,6 +92,9 @@ class SdpaBackend:
     def captures_chunks(self, step: StepLengths) -> bool:
         return False
 
+    def captures_long(self, step: StepLengths) -> bool:
+        return False
+
     def plans_from_blocks(self, num_decodes: int) -> bool:
         return False
 

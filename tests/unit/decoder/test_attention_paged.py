@@ -14,15 +14,20 @@ from kernels.attention.prefill_attention import PrefillAttention
 from kernels.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import KernelTable, UnknownOverride
 from services.decoder.attention import table
-from services.decoder.attention.base import AttentionMetadata
-from services.decoder.attention.paged import PagedBackend
+from services.decoder.attention.base import AttentionMetadata, StepLengths
+from services.decoder.attention.paged import (
+    LibraryChunks,
+    LibraryDecodes,
+    PagedBackend,
+    StepPart,
+)
 from services.decoder.attention.sdpa import SdpaBackend
 from tests.block_tables import first_blocks
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 H200 = KNOWN_DEVICES["h200"]
-KINDS = ("decodes", "prompts", "mixed")
+KINDS = ("decodes", "prompts", "mixed", "long")
 
 
 class FakeDecode:
@@ -37,14 +42,20 @@ class FakeDecode:
 
 
 class FakePrefill:
-    """flashinfer's prefill, likewise."""
+    """flashinfer's prefill, likewise, with room for the keys of 50,000 tokens."""
 
     fails = False
 
-    def plan(self, metadata: AttentionMetadata) -> str:
+    def __init__(self, facts: AttentionFacts) -> None:
+        self.is_captured = facts.device.is_hopper
+
+    def fits(self, step: StepLengths) -> bool:
+        return int(step.seq_lens[step.num_decodes :].sum()) <= 50_000
+
+    def plan(self, metadata: AttentionMetadata, *, captured: bool) -> str:
         if self.fails:
             raise RuntimeError("not compiled")
-        return "chunks"
+        return "captured chunks" if captured else "chunks"
 
 
 def facts_of(
@@ -68,7 +79,7 @@ def backend_of(facts: AttentionFacts, **overrides: str) -> PagedBackend:
         (table.DECODE, table.PAGED): lambda: PagedDecodeAttention(facts, CPU),
         (table.PREFILL, table.HOPPER): lambda: PrefillAttention(facts, CPU),
         (table.DECODE, table.FLASHINFER): FakeDecode,
-        (table.PREFILL, table.FLASHINFER): FakePrefill,
+        (table.PREFILL, table.FLASHINFER): lambda: FakePrefill(facts),
     }
     usable = {(name, row.name) for name in resolved.operations for row in resolved.usable(name)}
     kernels = {key: make() for key, make in makers.items() if key in usable}
@@ -149,6 +160,20 @@ def test_what_a_step_uses_on_hopper(
     backend = backend_of(facts_of(heads=heads, kv_heads=kv_heads))
     assert all(map(backend.captures, KINDS))
     assert planned(backend, Step(decodes, chunks), captured) == expected
+
+
+@pytest.mark.parametrize("decodes", [0, 2, 64])
+def test_chunks_behind_long_contexts_are_captured_with_fa3(decodes: int) -> None:
+    """The graph's decodes are ours, because most of them may be padding."""
+    backend, step = backend_of(facts_of(heads=32)), Step(decodes, [(1008, 20_000), (30, 0)])
+    assert backend.captures_long(step) and not backend.captures_chunks(step)
+    parts = backend.plan(step.metadata(), captured=True)
+    found = [_planned_by_library(part) or part.key[1] for part in parts]
+    assert found == [*["paged"] * bool(decodes), "captured chunks"]
+    too_long = Step(decodes, [(1008, 30_000), (1008, 20_000)])
+    assert not backend.captures_long(too_long) and not backend.captures_chunks(too_long)
+    short = Step(decodes, [(1008, 100)])
+    assert backend.captures_chunks(short) and not backend.captures_long(short)
 
 
 def test_other_gpus_capture_decodes_alone() -> None:
@@ -304,10 +329,16 @@ def planned(backend: PagedBackend, step: Step, captured: bool) -> tuple[str | No
         assert metadata.work is not None
         tokens = metadata.work[:, 1] * (metadata.work[:, 7] == 0)
         assert int(tokens.sum()) == sum(new for new, _ in step.chunks)
-    names: Any = {"paged": OURS, "hopper": LIST}
+    names = {"paged": OURS, "hopper": LIST}
     decode, prefill = (
-        part
-        and (part.wrapper if part.key[1] == "flashinfer" else names.get(part.key[1], part.key[1]))
+        part and (_planned_by_library(part) or names.get(part.key[1], part.key[1]))
         for part in (decode, prefill)
     )
     return decode, prefill
+
+
+def _planned_by_library(part: StepPart) -> str | None:
+    """Returns what a fake of flashinfer planned. None if the part is not the library's."""
+    if isinstance(part, LibraryDecodes):
+        return part.wrapper
+    return part.planned if isinstance(part, LibraryChunks) else None

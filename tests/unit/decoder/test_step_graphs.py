@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.decoder.attention.base import StepLengths
+from services.decoder.attention.base import AttentionMetadata, StepLengths
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.engine.run.graph_sizes import (
     adapted_sizes,
     crowded_buckets,
     decode_buckets,
+    long_buckets,
     mixed_buckets,
     prompt_buckets,
 )
@@ -27,6 +28,7 @@ from services.decoder.engine.run.graphs import (
     DecodeGraphs,
     Graphs,
     Kind,
+    LongGraphs,
     MixedGraphs,
     PromptGraphs,
     StepParts,
@@ -356,6 +358,54 @@ def test_steps_of_many_decodes_have_graphs_of_their_own(harness: Harness) -> Non
     assert padded([1, 1, 200]) == padded([1] * 3 + [9]) == [4]
     assert padded([1] * 4 + [9]) == padded([1] * 7 + [9]) == [8]
     assert padded([1] * 8 + [9]) == []
+
+
+class LongBackend(SdpaBackend):
+    """A backend that plans captured steps behind long contexts, and notes their contexts."""
+
+    planned: list[list[int]]
+
+    def captures_long(self, step: StepLengths) -> bool:
+        return True
+
+    def list_work(self, step: StepLengths, *, captured: bool) -> None:
+        raise AssertionError("the step is planned")
+
+    def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> Any:
+        assert captured
+        self.planned.append(metadata.seq_lens.tolist())
+
+
+def test_a_step_behind_long_contexts_is_planned_before_its_graph_runs(directory: Path) -> None:
+    harness = Harness(directory, max_batched_tokens=1024, max_model_len=1024)
+    backend = LongBackend
+    backend.planned = []
+    parts, computer = parts_of(harness.runner, backend), harness.runner.computer
+    computer.parts = parts
+    done: list[list[list[int]]] = []
+    graph = SimpleNamespace(replay=lambda: done.append(list(backend.planned)))
+    graphs = LongGraphs(parts, NO_MEMORY)
+    for size in (896, 768, 640):
+        calls = SimpleNamespace(num_replays=0)
+        metadata = SimpleNamespace()
+        graphs._add(Kind(size), SimpleNamespace(
+            graph=graph, metadata=metadata, logits=None, token_ids=None, calls=calls,
+        ))  # fmt: skip
+    step = computer.scratch([1, 1, 700])
+    assert graphs.pad(step) and step.num_tokens == 768
+    staged = computer.stage_inputs(step, graphs)
+    assert staged.places.work is None
+    graphs.replay(staged)
+    assert done == [[staged.seq_lens.tolist()]] and 700 in done[0][0]
+    for lengths in ([639], [1, 897], [1] * 9 + [700]):
+        assert not graphs.pad(computer.scratch(lengths)), lengths
+
+
+def test_sizes_behind_long_contexts_grow_with_the_tokens_that_hide_launches() -> None:
+    assert long_buckets(8192, 212) == [640, 768, 896, 1024]
+    assert long_buckets(8192, 535) == [*range(640, 2049, 128)]
+    assert long_buckets(8192, 2048)[-1] == 4096
+    assert long_buckets(700, 535) == [640] and long_buckets(600, 535) == []
 
 
 def test_graphs_of_many_decodes_have_more_tokens_than_decodes() -> None:

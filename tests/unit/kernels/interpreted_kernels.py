@@ -15,6 +15,7 @@ from kernels.attention.attention_tuning import (
     fused_decode_config,
     paged_decode_config,
 )
+from kernels.attention.dense_keys import DenseKeys
 from kernels.attention.fused_decode_attention import FusedDecodeAttention
 from kernels.attention.heads import ProjectedHeads, kv_rows
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
@@ -125,6 +126,21 @@ def check_paged(
         tables = block_ids, torch.from_numpy(first_blocks(contexts, BLOCK_SIZE))
         attend(query, pool, *tables, seq_lens, out=found, beside_prefill=turn == 1)
         close(found, torch.stack(expected))
+
+
+def check_dense(lengths: list[int], kv_heads: int) -> None:
+    """Copied keys and values of sequences, some of which are padding without tokens."""
+    facts = replace(attention_facts(kv_heads, kv_heads, 16), max_num_blocks=20)
+    dense, num_tokens = DenseKeys(facts, torch.device("cpu")), sum(lengths)
+    pool = torch.randn(40, 2, BLOCK_SIZE, kv_heads, 16)
+    starts = torch.from_numpy(first_blocks(np.array(lengths), BLOCK_SIZE))
+    inputs = pool, torch.randperm(40, dtype=torch.int32), starts, torch.tensor(lengths).int()
+    dense.gather(*inputs)
+    found = dense.keys.clone(), dense.values.clone()
+    assert not any(x[num_tokens:].any() for x in found), "beyond the sequences"
+    dense.gather_plainly(*inputs)
+    for actual, expected in zip(found, (dense.keys, dense.values), strict=True):
+        assert torch.equal(actual, expected) and actual[:num_tokens].any()
 
 
 def check_kept(num_tokens: int, heads: int, kv_heads: int, dim: int) -> None:
@@ -363,5 +379,7 @@ if __name__ == "__main__":
     narrow = paged_decode_config(attention_facts(8, 4, 16))
     check_paged([33, 98], 8, 4, 16, 3, replace(narrow, kv_heads=2, tile_rows=32))
     check_kept(130, 2, 1, 64)
+    check_dense([9, 0, 31, 16, 0], kv_heads=3)  # columns are padded
+    check_dense([150], kv_heads=2)
     interpreted_moe.check_all()
     print("agreed")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from kernels.tuning import (
+    LEAST_CAPTURED_LONG,
     MAX_CAPTURED_CROWD,
     MAX_CAPTURED_DECODES,
     MAX_CAPTURED_PROMPT,
@@ -53,6 +54,16 @@ def crowded_buckets(
     decodes = min(MOST_CAPTURED_DECODES, max_num_sequences)
     most = min(MAX_CAPTURED_CROWD, 2 * launch_hiding_tokens)
     return [n for n in mixed_buckets(max_num_tokens) if decodes < n <= most]
+
+
+def long_buckets(max_num_tokens: int, launch_hiding_tokens: int) -> list[int]:
+    """Returns the numbers of tokens to capture mixed steps behind long contexts for.
+
+    Such a step's attention takes the device longer than that of others, so from four times
+    `launch_hiding_tokens` on the device is busy for several times as long as the host needs.
+    """
+    most = min(MAX_CAPTURED_TOKENS, max(1024, 4 * launch_hiding_tokens), max_num_tokens)
+    return [*range(LEAST_CAPTURED_LONG, most + 1, 128)]
 
 
 def adapted_sizes(sizes: Sequence[int], launch_hiding_tokens: int, *, decodes: bool) -> list[int]:

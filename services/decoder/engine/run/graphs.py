@@ -1,7 +1,8 @@
 """CUDA graphs of steps.
 
 Decodes are captured for several batch sizes, prompts that are alone in their step for several
-lengths, and other steps for several numbers of tokens. A step is padded to the next captured size.
+lengths, and other steps for several numbers of tokens, those of chunks behind long contexts apart.
+A step is padded to the next captured size.
 
 A graph reads its inputs from the device side of the staging buffer. All graphs of a class of steps
 write logits to the same buffer. All graphs share a memory pool, because they run one at a time.
@@ -22,6 +23,7 @@ from kernels.linear_attention.draft_runs import KeptInputs, StepRuns
 from kernels.linear_attention.states import StateCache, StateLayout
 from kernels.rows import DeviceRows, EnteredStep, OfChunk, OfToken, StepEntry
 from kernels.tuning import (
+    LEAST_CAPTURED_LONG,
     MAX_CAPTURED_CHUNKS,
     MAX_CAPTURED_DECODES,
     MOST_CAPTURED_DECODES,
@@ -312,12 +314,15 @@ class _GraphSet:
     Attributes:
         masks_images: True if every step has a mask of its visual tokens.
         runs_decodes: True if the steps have decodes alone, each of which samples.
+        lists_work: True if attention's chunks read a work list. False if there are none, or if they
+            are planned before each replay.
         logits: `[n, vocab_size]`, buffer in which all graphs leave their logits. None before the
             first capture.
     """
 
     masks_images = False
     runs_decodes = False
+    lists_work = True
 
     def __init__(self, parts: StepParts, memory: GraphMemory) -> None:
         self.parts, self._memory = parts, memory
@@ -415,6 +420,13 @@ class _GraphSet:
         captured.calls.num_replays += 1
         return captured.logits, captured.token_ids
 
+    def _plan(self, kind: Kind, step: StepInputs) -> None:
+        """Plans attention of an uploaded step, which the graph of the kind runs next."""
+        metadata = self._captured[kind].metadata
+        metadata.cu_query_lens, metadata.seq_lens = step.cu_query_lens, step.seq_lens
+        metadata.first_blocks = step.first_blocks
+        self.parts.backend.plan(metadata, captured=True)
+
     def _is_fused(self, step: StepInputs) -> bool:
         """Returns whether attention is part of a fused operation."""
         longest = self.parts.model.ops.max_fused_context(step.num_decodes)
@@ -430,6 +442,7 @@ class DecodeGraphs(_GraphSet):
     """
 
     runs_decodes = True
+    lists_work = False
 
     def __init__(self, parts: StepParts, memory: GraphMemory) -> None:
         super().__init__(parts, memory)
@@ -473,10 +486,7 @@ class DecodeGraphs(_GraphSet):
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         kind = Kind(step.num_decodes, step.is_fused, step.is_adapted)
         if step.plans_from_blocks:  # otherwise, the graph reads nothing of a plan
-            metadata = self._captured[kind].metadata
-            metadata.cu_query_lens, metadata.seq_lens = step.cu_query_lens, step.seq_lens
-            metadata.first_blocks = step.first_blocks
-            self.parts.backend.plan(metadata, captured=True)
+            self._plan(kind, step)
         return self._replay(kind)
 
 
@@ -498,15 +508,21 @@ class _ChunkGraphs(_GraphSet):
         self._capture(kind, step, rows, sampled)
 
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """Runs an uploaded step; its work list for attention is staged, so it needs no plan."""
+        """Runs an uploaded step. It needs no plan if its work list for attention is staged."""
+        kind = Kind(step.num_tokens, adapted=step.is_adapted)
+        if not self.lists_work:
+            self._plan(kind, step)
         if step.images and self.parts.images is not None:
             self.parts.images.read(step.images)
-        return self._replay(Kind(step.num_tokens, adapted=step.is_adapted))
+        return self._replay(kind)
 
     def _is_faster(self, step: StepInputs) -> bool:
         """Returns whether a graph can read the step's images and is faster for its chunks."""
         if step.images and self.parts.images is None:
             return False
+        return self._captures(step)
+
+    def _captures(self, step: StepInputs) -> bool:
         return self.parts.backend.captures_chunks(step)
 
 
@@ -563,6 +579,22 @@ class MixedGraphs(_ChunkGraphs):
     def padded(self, step: StepInputs, num_tokens: int) -> StepInputs:
         """Pads a step in place to `num_tokens` tokens, and returns the step."""
         return pad_mixed(step, num_tokens, self._decodes, MAX_CAPTURED_CHUNKS, self._padding)
+
+
+class LongGraphs(MixedGraphs):
+    """Graphs of mixed steps whose chunks have long contexts, for which FA3 is faster.
+
+    FA3 is planned before each replay. A step with fewer tokens than the smallest size runs eagerly,
+    because a copy of its keys would take longer than it saves.
+    """
+
+    lists_work = False
+
+    def pad(self, step: StepInputs) -> bool:
+        return step.tokens.shape[1] >= LEAST_CAPTURED_LONG and super().pad(step)
+
+    def _captures(self, step: StepInputs) -> bool:
+        return self.parts.backend.captures_long(step)
 
 
 class CrowdedGraphs(MixedGraphs):

@@ -46,6 +46,7 @@ from services.decoder.engine.run.drafting_runner import DraftingRunner
 from services.decoder.engine.run.graph_sizes import (
     crowded_buckets,
     decode_buckets,
+    long_buckets,
     mixed_buckets,
     prompt_buckets,
 )
@@ -55,6 +56,7 @@ from services.decoder.engine.run.graphs import (
     DeviceState,
     GraphMemory,
     Graphs,
+    LongGraphs,
     MixedGraphs,
     PromptGraphs,
 )
@@ -576,6 +578,8 @@ def _warm_up(
         wanted: list[tuple[Graphs, list[int]]] = [(MixedGraphs(parts, memory), mixed)]
         if crowded:
             wanted.append((CrowdedGraphs(parts, memory), crowded))
+        if backend.captures("long"):
+            wanted.append((LongGraphs(parts, memory), long_buckets(longest, hiding)))
         wanted.append((PromptGraphs(parts, memory), prompts))
         wanted.append((DecodeGraphs(parts, memory), decodes))
         runner.computer.capture_graphs(wanted)

@@ -118,11 +118,13 @@ class StepComputer:
                 eagerly.
         """
         self.staging.begin()
-        step.graphs = graphs
+        step.graphs, work = graphs, None
+        if graphs is None or graphs.lists_work:
+            work = self.parts.backend.list_work(step, captured=graphs is not None)
         return step_inputs.stage(
             step,
             self.staging,
-            work=self.parts.backend.list_work(step, captured=graphs is not None),
+            work=work,
             masked=bool(step.images) if graphs is None else graphs.masks_images,
             with_states=self.state.states is not None,
             with_runs=self.state.kept is not None,
