@@ -24,8 +24,9 @@ MAX_CAPTURED_PROMPT, MAX_CAPTURED_TOKENS = 2048, 4096
 # one for steps of up to `MAX_CAPTURED_CROWD` tokens: eager launches keep up with larger steps.
 MAX_CAPTURED_CHUNKS, MAX_CAPTURED_DECODES = 16, 64
 MOST_CAPTURED_DECODES, MAX_CAPTURED_CROWD = 256, 2048
-# Smallest number of tokens of a captured step behind long contexts, see `attention.dense_keys`.
-LEAST_CAPTURED_LONG = 640
+# Smallest number of tokens of a captured step behind long contexts. With fewer, the copy of the keys
+# (`attention.dense_keys`) takes longer than it saves.
+LEAST_CAPTURED_LONG = 512
 
 _WARP = 32
 _GEMV_ELEMENTS = 64  # elements of the weight that a thread has at the same time

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kernels.attention.attention_tuning import DENSE_CTAS_PER_SM, AttentionFacts, dense_tokens
 
+_SEQUENCES = 32  # so that one variant of the kernel serves nearly all steps
+
 
 class DenseKeys:
     """Memory for the keys and values of a step's chunks, for one layer at a time.
@@ -57,7 +59,7 @@ class DenseKeys:
             self.keys,
             self.values,
             len(seq_lens),
-            SEQUENCES=triton.next_power_of_2(len(seq_lens)),
+            SEQUENCES=max(_SEQUENCES, triton.next_power_of_2(len(seq_lens))),
             WIDTH=width,
             COLUMNS=triton.next_power_of_2(width),
             BLOCK_SIZE=block_size,

@@ -29,6 +29,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.attention_tuning import (
+    LONG_PAIRS,
     MAX_CACHED_SHARE,
     MAX_CAPTURED_PAIRS,
     MEASURED_WIDTH,
@@ -191,6 +192,11 @@ class PrefillAttention:
             num_warps=NUM_WARPS,
             launch_pdl=True,
         )
+
+
+def is_long(chunks: Sequence[PrefillChunk]) -> bool:
+    """Returns whether the chunks have so long contexts that FA3, captured, takes less time."""
+    return _cached_pairs(chunks) >= LONG_PAIRS
 
 
 def _cached_pairs(chunks: Sequence[PrefillChunk]) -> int:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from kernels.attention.attention_tuning import AttentionFacts
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
-from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
+from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk, is_long
+from kernels.tuning import LEAST_CAPTURED_LONG, MAX_CAPTURED_CHUNKS, MAX_CAPTURED_DECODES
 from services.common.nn.dispatch import PLAIN, KernelTable
 from services.decoder.attention.base import AttentionMetadata, StepKind, StepLengths
 from services.decoder.attention.sdpa import SdpaBackend
@@ -276,10 +277,12 @@ class PagedBackend:
             return False
         if not self._has(_LIBRARY_PREFILL):
             return True
+        if self._may_be_long(step):
+            return not is_long(_chunks(step))
         return self._kernels[_HOPPER].is_faster_captured(_chunks(step))
 
     def captures_long(self, step: StepLengths) -> bool:
-        if not self.captures("long") or self.captures_chunks(step):
+        if not (self._may_be_long(step) and is_long(_chunks(step))):
             return False
         return self._library_prefill.fits(step)
 
@@ -417,6 +420,13 @@ class PagedBackend:
         """Returns the name of the implementation of a captured step of decodes alone."""
         with self.table.for_graph():
             return self.table.choose(DECODE, num_decodes).name
+
+    def _may_be_long(self, step: StepLengths) -> bool:
+        """Returns whether a graph of the kind "long" has room for a step and may be faster."""
+        decodes, num_chunks = step.num_decodes, len(step.seq_lens) - step.num_decodes
+        if decodes > MAX_CAPTURED_DECODES or num_chunks > MAX_CAPTURED_CHUNKS:
+            return False
+        return int(step.cu_query_lens[-1]) >= LEAST_CAPTURED_LONG and self.captures("long")
 
     @property
     def _library_prefill(self) -> Any:  # noqa: ANN401 - a type that needs flashinfer

@@ -172,8 +172,12 @@ def test_chunks_behind_long_contexts_are_captured_with_fa3(decodes: int) -> None
     assert found == [*["paged"] * bool(decodes), "captured chunks"]
     too_long = Step(decodes, [(1008, 30_000), (1008, 20_000)])
     assert not backend.captures_long(too_long) and not backend.captures_chunks(too_long)
-    short = Step(decodes, [(1008, 100)])
-    assert backend.captures_chunks(short) and not backend.captures_long(short)
+    for short in (Step(decodes, [(1008, 1000)]), Step(decodes, [(400, 500)])):
+        assert backend.captures_chunks(short) and not backend.captures_long(short)
+    few = Step(decodes, [(440, 20_000)])  # fewer queries share a copy of the keys
+    assert not backend.captures_long(few) and not backend.captures_chunks(few)
+    for crowd in (Step(65, [(1008, 20_000)]), Step(0, [(100, 2000)] * 17)):
+        assert not backend.captures_long(crowd)
 
 
 def test_other_gpus_capture_decodes_alone() -> None:

@@ -1,5 +1,7 @@
 """What a sequence finds in the prefix cache, through the engine."""
 
+import sys
+
 import numpy as np
 import pytest
 from msgspec import structs
@@ -154,8 +156,10 @@ def test_blocks_of_a_step_that_was_not_launched_are_not_found(budget, failing):
 class _NoneBehindAPrefix(Untimed):
     """Leaves no time for tokens behind a cached prefix beside other tokens."""
 
-    def fitting_tokens(self, load: StepLoad, start: int, limit: Limit) -> int:
-        return 0 if start and load.tokens else super().fitting_tokens(load, start, limit)
+    def fitting_tokens(
+        self, load: StepLoad, start: int, limit: Limit, left: int = sys.maxsize
+    ) -> int:
+        return 0 if start and load.tokens else super().fitting_tokens(load, start, limit, left)
 
 
 def test_a_sequence_without_a_chunk_gives_up_blocks_of_a_step_that_was_not_launched():

@@ -204,7 +204,7 @@ def test_a_step_may_last_as_long_as_its_launch() -> None:
 
     def tokens(step_ms: ms = 40.0) -> int:
         budget = StepBudget(cost, StepLoad(), step_ms=step_ms, max_tokens=8192, alone=False)
-        return budget.fitting_tokens(start)
+        return budget.fitting_tokens(start, 2 * cost.efficient_tokens)
 
     usual, short = tokens(), tokens(0.0)
     for _ in range(20):
@@ -228,6 +228,15 @@ def test_a_step_may_last_as_long_as_its_launch() -> None:
     assert tokens() == usual
 
 
+def test_a_step_of_an_efficient_size_fills_whole_waves_behind_many_keys() -> None:
+    """What is left of a prompt is not divided for that if it fits."""
+    cost, load = fitted("gpu", wave_tokens=512), load_of(3, 30_000)
+    limit = Limit(500.0, 1152, 0)
+    for start, total in ((0, 1152), (30_000, 1024)):
+        assert load.tokens + cost.fitting_tokens(load, start, limit) == total
+        assert load.tokens + cost.fitting_tokens(load, start, limit, left=1100) >= 1100
+
+
 @pytest.mark.parametrize(("is_default", "size"), [(True, 960), (True, sys.maxsize), (False, 960)])
 def test_a_step_of_an_efficient_size_may_last_longer(is_default: bool, size: int) -> None:
     """Behind 30,000 keys, 40 ms are too few for it. The bound that an operator sets holds."""
@@ -237,7 +246,7 @@ def test_a_step_of_an_efficient_size_may_last_longer(is_default: bool, size: int
     def lasts(step_ms: ms, *, alone: bool = False) -> ms:
         load = StepLoad() if alone else load_of(3, context)
         budget = StepBudget(cost, load, step_ms=step_ms, max_tokens=8192, alone=alone)
-        load.add_chunk(context, budget.fitting_tokens(context))
+        load.add_chunk(context, budget.fitting_tokens(context, 1900))
         assert alone or load.tokens <= size
         return cost.predict(load)
 

@@ -397,15 +397,15 @@ def test_a_step_behind_long_contexts_is_planned_before_its_graph_runs(directory:
     assert staged.places.work is None
     graphs.replay(staged)
     assert done == [[staged.seq_lens.tolist()]] and 700 in done[0][0]
-    for lengths in ([639], [1, 897], [1] * 9 + [700]):
+    for lengths in ([1, 897], [1] * 9 + [700]):
         assert not graphs.pad(computer.scratch(lengths)), lengths
 
 
 def test_sizes_behind_long_contexts_grow_with_the_tokens_that_hide_launches() -> None:
-    assert long_buckets(8192, 212) == [640, 768, 896, 1024]
-    assert long_buckets(8192, 535) == [*range(640, 2049, 128)]
+    assert long_buckets(8192, 212) == [512, 640, 768, 896, 1024]
+    assert long_buckets(8192, 535) == [*range(512, 2049, 128)]
     assert long_buckets(8192, 2048)[-1] == 4096
-    assert long_buckets(700, 535) == [640] and long_buckets(600, 535) == []
+    assert long_buckets(700, 535) == [512, 640] and long_buckets(500, 535) == []
 
 
 def test_graphs_of_many_decodes_have_more_tokens_than_decodes() -> None:

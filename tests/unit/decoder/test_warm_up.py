@@ -27,9 +27,12 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from benchmarks.step_loop import DEVICES, StandIn
 from kernels.attention import fused_decode_attention
+from kernels.attention.attention_tuning import AttentionFacts
+from kernels.attention.dense_keys import DenseKeys
 from kernels.device import KNOWN_DEVICES, DeviceFacts
 from kernels.rows import EnteredStep
 from services.decoder import attention
+from services.decoder.attention.base import AttentionMetadata
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
@@ -75,9 +78,10 @@ class Timed(StandIn):
     """Computes nothing in the times of an H200, but launches what the runner launches."""
 
     real: ModelRunner
-    num_eager = 0
+    num_eager = num_steps = 0
 
     def execute(self, step: Step) -> Any:
+        self.num_steps += 1
         self.num_eager += self.real.computer.stage(step.compute).graphs is None
         self.real.execute(step)
         return super().execute(step)
@@ -105,8 +109,31 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         def run(self, *_: Any, out: Any) -> None:
             found.found.add(self.name)
 
+    class LibraryPrefill(Library):
+        """flashinfer's prefill over dense keys, which copies them by our own kernel."""
+
+        is_captured = True
+
+        def __init__(self, facts: AttentionFacts, *_: Any) -> None:
+            super().__init__()
+            self._dense = DenseKeys(facts, CPU)
+
+        def fits(self, _: Any) -> bool:
+            return True
+
+        def plan(self, metadata: AttentionMetadata, *, captured: bool) -> Library:
+            planned, chunks = Library(), slice(metadata.num_decodes, None)
+            tables = metadata.first_blocks_device[chunks], metadata.seq_lens_device[chunks]
+
+            def run(_: Any, kv_cache: torch.Tensor, *, out: Any) -> None:
+                self._dense.gather(kv_cache, metadata.block_ids, *tables)
+                found.found.add(f"flashinfer prefill captured={captured}")
+
+            planned.run = run
+            return planned
+
     flashinfer = ModuleType("services.decoder.attention.flashinfer")
-    flashinfer.FlashInferDecode = flashinfer.FlashInferPrefill = Library
+    flashinfer.FlashInferDecode, flashinfer.FlashInferPrefill = Library, LibraryPrefill
     flashinfer.make_float_workspace = lambda _: None
     of_attention, info_of = runner_factory.attention_facts, runner_factory._info
     fused, allocate = fused_decode_attention.FusedDecodeAttention, EnteredStep.allocate
@@ -157,8 +184,12 @@ def capture(self: Any, kind: Any, step: Any, rows: Any, sampled: Any = None) -> 
     self._add(kind, graphs._Captured(graph, metadata, logits, token_ids, calls))
 
 
-def serve(runner: ModelRunner, count: int, length: int) -> int:
-    """Computes prompts at once, with 24 tokens each; returns the number of steps without graphs."""
+def serve(runner: ModelRunner, count: int, length: int) -> tuple[int, int]:
+    """Computes prompts at once, with 24 tokens each.
+
+    Returns:
+        The number of steps without graphs, and of all steps.
+    """
     device = DEVICES["8b"]
     info = structs.replace(
         runner.info, num_weight_tokens=device.weight_tokens, wave_tokens=device.wave_tokens
@@ -169,14 +200,14 @@ def serve(runner: ModelRunner, count: int, length: int) -> int:
     engine = Engine(
         timed, overlap=True, step_ms=cost.default_step_ms, step_cost=cost, clock=timed.clock
     )
-    timed.num_eager = 0
+    timed.num_eager = timed.num_steps = 0
     sampling = SamplingParams(max_tokens=24)
     for number in range(count):
         ids = np.random.default_rng(number).integers(0, 90, length, dtype=np.int32)
         engine.add(AddSequence(number, ids.tobytes(), b"", 0, [], sampling))
     while engine.has_work:
         engine.step()
-    return timed.num_eager
+    return timed.num_eager, timed.num_steps
 
 
 @pytest.mark.parametrize(("count", "length"), [(8, 12_000), (3, 32_000)])
@@ -196,10 +227,19 @@ def test_long_prompts_launch_nothing_that_warm_up_has_not(
     )  # fmt: skip
     runner = create_runner(options)
     warm = launches.take()
-    assert {each.name for each in runner.computer.graphs} >= {"MixedGraphs", "DecodeGraphs"}
-    assert serve(runner, count, length) > 20
+    expected = {"MixedGraphs", "LongGraphs", "DecodeGraphs"}
+    assert {each.name for each in runner.computer.graphs} >= expected
+    num_eager, num_steps = serve(runner, count, length)
+    assert num_eager < num_steps / 10, "graphs run most steps"
     served = launches.take()
-    assert served >= {"flashinfer captured=None", "flashinfer captured=False"}
+    assert served <= warm
+    # Without graphs of such steps, they run eagerly.
+    every = runner.computer.graphs
+    runner.computer.graphs = [each for each in every if each.name != "LongGraphs"]
+    num_eager, _ = serve(runner, count, length)
+    assert num_eager > 20
+    served = launches.take()
+    assert served >= {"flashinfer captured=False", "flashinfer prefill captured=False"}
     assert served <= warm
     # The same prompts launch other variants if warm-up leaves out some steps.
     monkeypatch.setattr(runner_factory, "_warm_up", lambda *_, **__: None)

@@ -23,7 +23,6 @@ from kernels.linear_attention.draft_runs import KeptInputs, StepRuns
 from kernels.linear_attention.states import StateCache, StateLayout
 from kernels.rows import DeviceRows, EnteredStep, OfChunk, OfToken, StepEntry
 from kernels.tuning import (
-    LEAST_CAPTURED_LONG,
     MAX_CAPTURED_CHUNKS,
     MAX_CAPTURED_DECODES,
     MOST_CAPTURED_DECODES,
@@ -584,14 +583,10 @@ class MixedGraphs(_ChunkGraphs):
 class LongGraphs(MixedGraphs):
     """Graphs of mixed steps whose chunks have long contexts, for which FA3 is faster.
 
-    FA3 is planned before each replay. A step with fewer tokens than the smallest size runs eagerly,
-    because a copy of its keys would take longer than it saves.
+    FA3 is planned before each replay.
     """
 
     lists_work = False
-
-    def pad(self, step: StepInputs) -> bool:
-        return step.tokens.shape[1] >= LEAST_CAPTURED_LONG and super().pad(step)
 
     def _captures(self, step: StepInputs) -> bool:
         return self.parts.backend.captures_long(step)

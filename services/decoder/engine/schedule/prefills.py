@@ -172,7 +172,7 @@ class Prefills:
                     break
                 # If not even one token fits, a later prompt may still fit, because its next tokens
                 # may attend to fewer keys.
-                elif budget.fitting_tokens(start):
+                elif budget.fitting_tokens(start, length):
                     chunks += self._advance(sequence, budget)
             if long is None or long.last_prefill_step == step:
                 return chunks
@@ -199,7 +199,8 @@ class Prefills:
         budget.reserve_half()
         for sequence in takewhile(self.waiting.is_overdue, self._prompts()):
             start = sequence.num_computed_tokens
-            if self._chunk_end(sequence, start) - start > budget.fitting_tokens(start):
+            length = self._chunk_end(sequence, start) - start
+            if length > budget.fitting_tokens(start, length):
                 long = sequence
                 break
             chunks += self._advance(sequence, budget)
@@ -254,7 +255,8 @@ class Prefills:
         where it belongs then.
         """
         start = sequence.num_computed_tokens
-        end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
+        left = self._chunk_end(sequence, start) - start
+        end = start + min(left, budget.fitting_tokens(start, left))
         # The step may save recurrent states, and `states.plan` chooses their slots. The slots from
         # which sequences in `admitted` start in this step must not be overwritten.
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)

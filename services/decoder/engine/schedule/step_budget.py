@@ -79,11 +79,13 @@ class StepBudget:
         """Makes the whole budget available again."""
         self._limit = self._whole
 
-    def fitting_tokens(self, start: int) -> int:
-        """Returns how many tokens of a prompt still fit, if its first `start` tokens are computed.
+    def fitting_tokens(self, start: int, left: int) -> int:
+        """Returns how many tokens of a prompt still fit, if its first `start` tokens are computed
+        and `left` tokens are left. The result may be more than these.
+
         The later a token is in its prompt, the more keys it attends to and the longer it takes.
         """
-        return self._cost.fitting_tokens(self._load, start, self._limit)
+        return self._cost.fitting_tokens(self._load, start, self._limit, left)
 
     def spend(self, start: int, length: int) -> None:
         """Uses budget for the tokens [start, start + length) of a prompt."""

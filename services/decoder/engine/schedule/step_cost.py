@@ -246,13 +246,16 @@ class StepCost:
         launch_ms = min(self.launch_ms, max(bound_ms, _GAP_MS))
         return max(launch_ms, _CROWDED_STEP_MS) if is_crowded else launch_ms
 
-    def fitting_tokens(self, load: StepLoad, start: int, limit: Limit) -> int:
+    def fitting_tokens(
+        self, load: StepLoad, start: int, limit: Limit, left: int = sys.maxsize
+    ) -> int:
         """Returns the most tokens of a prompt that fit into a step.
 
         Args:
             load: the work of the step so far.
             start: index of the first of these tokens in the prompt.
             limit: the limit of the whole step.
+            left: number of tokens that are left of the prompt.
         """
         most = limit.tokens - load.tokens
         fitting = min(most, self._max_chunk(load, start, limit.ms))
@@ -260,10 +263,11 @@ class StepCost:
             room = limit.extended_tokens - load.tokens
             if (longer := min(room, self._max_chunk(load, start, limit.extended_ms))) > fitting:
                 fitting, most = longer, room
-        if fitting < most and (total := load.tokens + fitting) > _LEAST_GRAPH:
-            fitting -= total % _GRAPH_TOKENS
+        if (total := load.tokens + fitting) > _LEAST_GRAPH:
+            if fitting < most:
+                fitting -= total % _GRAPH_TOKENS
             # Tiles of several prompts, which attend to more and fewer keys, share the SMs better.
-            if not load.pairs and not limit.is_half:
+            if fitting < left and not load.pairs and not limit.is_half:
                 fitting -= self._surplus(load, start, fitting)
         return max(fitting, limit.least - load.tokens, 0)
 
