@@ -24,8 +24,8 @@ MAX_CAPTURED_PROMPT, MAX_CAPTURED_TOKENS = 2048, 4096
 # one for steps of up to `MAX_CAPTURED_CROWD` tokens: eager launches keep up with larger steps.
 MAX_CAPTURED_CHUNKS, MAX_CAPTURED_DECODES = 16, 64
 MOST_CAPTURED_DECODES, MAX_CAPTURED_CROWD = 256, 2048
-# Smallest number of tokens of a captured step behind long contexts. With fewer, the copy of the keys
-# (`attention.dense_keys`) takes longer than it saves.
+# Smallest number of tokens of a captured step behind long contexts. With fewer, the copy of keys by
+# `attention.dense_keys` takes longer than it saves.
 LEAST_CAPTURED_LONG = 512
 
 _WARP = 32

@@ -250,8 +250,8 @@ MAX_CACHED_SHARE = 0.25  # largest ratio of pairs with cached tokens to pairs wi
 MIN_CAPTURED_PAIRS, MAX_CAPTURED_PAIRS, MEASURED_WIDTH = 1_000_000, 12_000_000, 2_048
 
 
-# In graphs, FA3 over dense keys takes less time than ours from about so many pairs with cached tokens
-# on: measured for chunks of 640 to 2,048 tokens with 16 and 32 heads, beside up to 63 decodes.
+# In graphs, FA3 over dense keys takes less time than our kernel from so many pairs with cached
+# tokens on: measured for chunks of 640 to 2,048 tokens with 16 and 32 heads, and 0 to 63 decodes.
 LONG_PAIRS = 1_250_000
 # FA3 reads dense keys if a chunk has this many tokens in the mean, weighted by its context. See
 # `dense_keys` for times. Their memory has at most so many bytes, which is 131,072 tokens of an 8B.

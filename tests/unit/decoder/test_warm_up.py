@@ -11,6 +11,7 @@ recorded. Steps take the times of an 8B model on an H200, so that they have the 
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -74,6 +75,28 @@ class Launches:
         return found
 
 
+class LibraryPrefill:
+    """flashinfer's prefill over dense keys, which our own kernel copies."""
+
+    is_captured = True
+
+    def __init__(self, launches: Launches, facts: AttentionFacts, *_: Any) -> None:
+        self._launches, self._dense = launches, DenseKeys(facts, CPU)
+
+    def fits(self, _: Any) -> bool:
+        return True
+
+    def plan(self, metadata: AttentionMetadata, *, captured: bool) -> Any:
+        chunks = slice(metadata.num_decodes, None)
+        tables = metadata.first_blocks_device[chunks], metadata.seq_lens_device[chunks]
+
+        def run(_: Any, kv_cache: torch.Tensor, *, out: Any) -> None:
+            self._dense.gather(kv_cache, metadata.block_ids, *tables)
+            self._launches.found.add(f"flashinfer prefill captured={captured}")
+
+        return SimpleNamespace(run=run)
+
+
 class Timed(StandIn):
     """Computes nothing in the times of an H200, but launches what the runner launches."""
 
@@ -109,31 +132,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         def run(self, *_: Any, out: Any) -> None:
             found.found.add(self.name)
 
-    class LibraryPrefill(Library):
-        """flashinfer's prefill over dense keys, which copies them by our own kernel."""
-
-        is_captured = True
-
-        def __init__(self, facts: AttentionFacts, *_: Any) -> None:
-            super().__init__()
-            self._dense = DenseKeys(facts, CPU)
-
-        def fits(self, _: Any) -> bool:
-            return True
-
-        def plan(self, metadata: AttentionMetadata, *, captured: bool) -> Library:
-            planned, chunks = Library(), slice(metadata.num_decodes, None)
-            tables = metadata.first_blocks_device[chunks], metadata.seq_lens_device[chunks]
-
-            def run(_: Any, kv_cache: torch.Tensor, *, out: Any) -> None:
-                self._dense.gather(kv_cache, metadata.block_ids, *tables)
-                found.found.add(f"flashinfer prefill captured={captured}")
-
-            planned.run = run
-            return planned
-
     flashinfer = ModuleType("services.decoder.attention.flashinfer")
-    flashinfer.FlashInferDecode, flashinfer.FlashInferPrefill = Library, LibraryPrefill
+    flashinfer.FlashInferDecode = Library
+    flashinfer.FlashInferPrefill = partial(LibraryPrefill, found)
     flashinfer.make_float_workspace = lambda _: None
     of_attention, info_of = runner_factory.attention_facts, runner_factory._info
     fused, allocate = fused_decode_attention.FusedDecodeAttention, EnteredStep.allocate

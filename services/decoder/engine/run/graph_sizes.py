@@ -62,8 +62,8 @@ def long_buckets(max_num_tokens: int, launch_hiding_tokens: int) -> list[int]:
     Such a step's attention takes the device longer than that of others, so from four times
     `launch_hiding_tokens` on the device is busy for several times as long as the host needs.
     """
-    most = min(MAX_CAPTURED_TOKENS, max(1024, 4 * launch_hiding_tokens), max_num_tokens)
-    return [*range(LEAST_CAPTURED_LONG, most + 1, 128)]
+    most = max(1024, 4 * launch_hiding_tokens)
+    return [n for n in mixed_buckets(max_num_tokens) if LEAST_CAPTURED_LONG <= n <= most]
 
 
 def adapted_sizes(sizes: Sequence[int], launch_hiding_tokens: int, *, decodes: bool) -> list[int]:

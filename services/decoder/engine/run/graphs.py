@@ -581,10 +581,7 @@ class MixedGraphs(_ChunkGraphs):
 
 
 class LongGraphs(MixedGraphs):
-    """Graphs of mixed steps whose chunks have long contexts, for which FA3 is faster.
-
-    FA3 is planned before each replay.
-    """
+    """Graphs of mixed steps behind long contexts. FA3 is planned before each replay."""
 
     lists_work = False
 
