@@ -4,7 +4,8 @@
         --keep CLIPS --out two_encoders.json --device cuda --load-format dummy
 
 The script starts `triptych serve` with two encoders, which unknown options go to, pins each encoder
-to its own cores, and starts a second gateway that knows the first encoder alone. It then asks both
+to its own cores and everything else to the cores that are left, as pods with requests for CPUs have
+them, and starts a second gateway that knows the first encoder alone. It then asks both
 gateways in turn, in each round in the other order, and prints the medians with one encoder and with
 two, and their ratio. On one card, export ENCODER_MEMORY_FRACTION and DECODER_MEMORY_FRACTION so
 that all three fit (0.12 and 0.5 for a 2B on an H200).
@@ -247,22 +248,24 @@ def report(answers: Sequence[Answer], kind: str) -> str:
 
 
 def cores_of(num_encoders: int, wanted: int | None) -> list[list[int]]:
-    """Returns the cores of each encoder: logical ones, those of a physical core side by side.
+    """Returns the cores of each encoder, and then those of everything else. They are logical ones,
+    those of a physical core side by side.
 
     Args:
         num_encoders: number of encoders.
-        wanted: cores of each. None for an equal part of this machine's.
+        wanted: cores of each. None for an equal part of three quarters of this machine's.
 
     Raises:
         ValueError: the machine has too few cores.
     """
     found = sorted(os.sched_getaffinity(0), key=lambda core: (_physical_core(core), core))
-    size = wanted or len(found) // num_encoders
-    if not size or num_encoders * size > len(found):
+    size = wanted or 3 * len(found) // (4 * num_encoders)
+    rest = found[num_encoders * size :]
+    if not size or not rest:
         raise ValueError(
-            f"--cores: this machine has {len(found)} cores for {num_encoders} encoders"
+            f"--cores: this machine has {len(found)} cores for {num_encoders} encoders and the rest"
         )
-    return [found[i * size : (i + 1) * size] for i in range(num_encoders)]
+    return [found[i * size : (i + 1) * size] for i in range(num_encoders)] + [rest]
 
 
 def _physical_core(core: int) -> int:
@@ -285,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--images", type=int, default=16, help="images of a question; 0: none are asked about")
     add("--edge", type=int, default=1024, help="width and height of an image in pixels")
     add("--rounds", type=int, default=5, help="questions of each kind with one and with two")
-    add("--cores", type=int, help="of each encoder; default: half of this machine's")
+    add("--cores", type=int, help="of each encoder; default: three eighths of this machine's")
     add("--keep", type=Path, metavar="DIR", help="of clips, for another run")
     add("--out", type=Path, help="JSON file with all answers")
     options, rest = parser.parse_known_args(arguments)
@@ -312,7 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (gateway,) = services("services.gateway")
         found = {p.environ()["ENCODER_ADDRESS"]: p for p in services("services.encoder")}
         encoders = dict(sorted(found.items()))
-        for process, own in zip(encoders.values(), cores, strict=True):
+        pin(psutil.Process(), cores[-1])  # with its children, and all that they start later
+        for process, own in zip(encoders.values(), cores, strict=False):
             pin(process, own)
         with gateway_beside(gateway, next(iter(encoders))) as one:
             for answer in measure({1: one, 2: url}, list(encoders.values()), questions):

@@ -41,7 +41,7 @@ from services.common.process.channel import ChannelClosed, EngineChannel
 from services.common.process.device_turns import NO_TURNS, TURN_POLL_S, Turns
 from services.common.process.heartbeat import Ping, Pong
 from services.common.threads import NamedThread
-from services.encoder.decoding.clips.questions import DECODER_THREADS
+from services.encoder.decoding.clips.questions import LANE_THREADS
 from services.encoder.decoding.preprocess import Preprocessor
 from services.encoder.decoding.source import EMPTY_SOURCE
 from services.encoder.engine.batcher import Batcher
@@ -107,8 +107,7 @@ class Engine:
         self._awaited: queue.SimpleQueue[LaunchedBatch | None] = queue.SimpleQueue()
         # Jobs that have not ended, by id. The receiver adds them, and the loop removes them.
         self._jobs: dict[int, Job] = {}
-        # All lanes together have as many decoding threads as the pool may use for videos.
-        max_further = max(0, (workers - 1) // DECODER_THREADS - 1)
+        max_further = max(0, int((workers - 1) / LANE_THREADS) - 1)
         self._videos = VideoQueue(self._unprepared, self._jobs, preprocessor, max_further)
         self._launched: deque[LaunchedBatch] = deque()
         self._turns = turns

@@ -152,9 +152,9 @@ def test_a_tenants_videos_leave_a_thread_to_others(running: Running) -> None:
 
 
 def test_free_threads_decode_a_video_from_its_key_frames() -> None:
-    running = Running(workers=8)
+    running = Running(workers=6)
     try:
-        wait_until(lambda: running.engine.num_free == 8)
+        wait_until(lambda: running.engine.num_free == 6)
         running.preprocessor.may_decode.clear()
         for job_id in range(8):
             memory = MemoryAddress(0, 0, "clip", 0)
@@ -162,7 +162,7 @@ def test_free_threads_decode_a_video_from_its_key_frames() -> None:
             frames = 5 * job_id, 5 * job_id + 1
             running.front.send(EncodeImage(job_id, video, Unit(GRID, frames)))
             running.front.send(PlaceImage(job_id, 0))
-        # Three lanes of two decoding threads each, of the seven threads for videos.
+        # Three lanes, of the five threads for videos.
         wait_until(lambda: sorted(running.preprocessor.decoded) == [(0, 1), (10, 11), (20, 21)])
         running.front.encode(10)
         assert running.front.codes(10) == [""]

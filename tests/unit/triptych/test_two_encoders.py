@@ -116,14 +116,14 @@ def test_a_process_and_its_children_are_pinned() -> None:
         process.communicate()
 
 
-def test_cores_are_divided() -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > 1:
-        first, second = two_encoders.cores_of(2, None)
-        assert len(first) == len(second) == len(cores) // 2
-        assert not set(first) & set(second)
+def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(100, 116)))
+    first, second, rest = two_encoders.cores_of(2, None)
+    assert (len(first), len(second), len(rest)) == (6, 6, 4)
+    assert sorted(first + second + rest) == list(range(100, 116))
+    assert list(map(len, two_encoders.cores_of(2, 7))) == [7, 7, 2]
     with pytest.raises(ValueError, match="--cores"):
-        two_encoders.cores_of(2, len(cores))
+        two_encoders.cores_of(2, 8)
 
 
 def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
