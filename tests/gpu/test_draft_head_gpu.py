@@ -122,7 +122,8 @@ def rows_of(harness: Harness) -> list[np.ndarray]:
 def test_steps_and_drafts_run_in_graphs(random: Harness) -> None:
     table, drafter = random.model.ops.table, drafting(random).drafter
     print(f"\n{table}")
-    assert len(random.runner.computer.graphs) == 3, "a kind of step is not captured"
+    captured = {each.name for each in random.runner.computer.graphs}
+    assert captured >= {"DecodeGraphs", "PromptGraphs", "MixedGraphs"}
     assert drafter.plans_on_device and drafter.sizes[-1] == random.runner.info.max_num_sequences
     formats = [layer.weight_format for layer in (random.model.mtp.fc, random.model.mtp.lm_head)]
     assert formats == ["fp8_channel", "w4a16"] and random.model.lm_head.is_plain

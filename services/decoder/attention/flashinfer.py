@@ -32,6 +32,7 @@ from services.decoder.attention.base import AttentionMetadata, StepLengths
 _FLOAT_WORKSPACE_BYTES = 256 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
 _RING = 3
+_MEASURED_DIM = 128  # largest head_dim for which FA3 over dense keys was run
 
 _Wrapper = (
     BatchDecodeWithPagedKVCacheWrapper
@@ -271,7 +272,7 @@ class FlashInferPrefill:
             scratch, "NHD", backend="fa3" if is_hopper else "fa2"
         )
         self._dense: DenseKeys | None = None
-        if is_hopper:
+        if is_hopper and facts.head_dim <= _MEASURED_DIM:
             self._dense = DenseKeys(facts, device)
             self._ragged = BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD", backend="fa3")
         self._captured: BatchPrefillWithRaggedKVCacheWrapper | None = None
