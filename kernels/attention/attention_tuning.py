@@ -238,9 +238,9 @@ def paged_decode_config(facts: AttentionFacts) -> PagedDecodeConfig:
 
 # Constants that decide whether `PrefillAttention` is faster than FlashAttention-3 (FA3), and how it
 # splits work. They were measured for the 2B model (28 layers) on an H200. FA3 processes twice as
-# many pairs of a new and a cached token in the same time, but cannot be captured in a graph. FA3 is
-# faster if the step keeps the device busy for longer than the host needs for its launches, about
-# 10 ms: 1,000 new tokens take 5 ms, and a million pairs take 0.8 ms.
+# many pairs of a new and a cached token in the same time. In a step without a graph, it is faster
+# if the step keeps the device busy for longer than the host needs for its launches, about 10 ms:
+# 1,000 new tokens take 5 ms, and a million pairs take 0.8 ms.
 PREFILL_CTAS_PER_SM = 2  # CTAs that fit an SM
 MIN_SPLIT_TILES = 4  # least number of K/V tiles of a split
 MAX_CACHED_SHARE = 0.25  # largest ratio of pairs with cached tokens to pairs within the chunk
