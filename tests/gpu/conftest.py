@@ -20,6 +20,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(900))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Names a failure at once, because time on a GPU may end before the summary."""
+    if report.failed:
+        print(
+            f"\n{report.nodeid} failed ({report.when}):\n{report.longreprtext[-2000:]}", flush=True
+        )
+
+
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The 2B shape's configuration without weights."""

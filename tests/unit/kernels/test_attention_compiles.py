@@ -7,7 +7,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from kernels.attention import fused_decode_attention, paged_decode_attention, prefill_attention
+from kernels.attention import (
+    dense_keys,
+    fused_decode_attention,
+    paged_decode_attention,
+    prefill_attention,
+)
 from kernels.attention.attention_tuning import (
     AttentionFacts,
     fused_decode_obstacle,
@@ -145,6 +150,14 @@ def test_prefill_attention_compiles_for_hopper(
     assert "wgmma" in kernel.ptx and copies_see_their_barriers(kernel.ptx)
     ctas_per_sm = 1 if dim == 256 else 2
     assert ctas_per_sm * (kernel.shared_bytes + 1024) <= facts.device.shared_memory_bytes + 1024
+
+
+def test_the_copy_of_keys_compiles_for_hopper() -> None:
+    facts = replace(facts_of(KNOWN_DEVICES["h100"], 32, 8, 128), max_num_blocks=2)
+    with compiled_launches(facts.device) as found:
+        dense_keys.DenseKeys(facts, CPU).gather(pool_of(facts), ints(9), ints(1), ints(1))
+    (kernel,) = found
+    assert kernel.grid[1] == 2 and "ld.global.v4" in kernel.ptx  # 16 bytes a thread
 
 
 @pytest.mark.parametrize("name", first(1, ["a100", "h100", "l40s", "b200"]))
