@@ -23,7 +23,7 @@ from queue import Empty
 from benchmarks.client import Sample, Target
 from benchmarks.report import RowResult, print_table, write_json, write_plot
 from benchmarks.worker import Job, run_worker, write_bodies
-from benchmarks.workloads import ROWS, WORDS, Row, request_bodies, scaled
+from benchmarks.workloads import ROWS, WORDS, Row, request_bodies, row_named, scaled
 from triptych.client import AskError, Server
 
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -176,12 +176,7 @@ def _progress(label: str, total: int) -> Iterator[Advance]:
 
 
 def _select(names: str) -> list[Row]:
-    if names == "all":
-        return list(ROWS)
-    known = {row.name: row for row in ROWS}
-    if unknown := [name for name in names.split(",") if name not in known]:
-        raise ValueError(f"unknown row {', '.join(unknown)}; known: {', '.join(known)}")
-    return [known[name] for name in names.split(",")]
+    return list(ROWS) if names == "all" else [row_named(name) for name in names.split(",")]
 
 
 def _single_token_words(tokenizer_path: Path) -> list[str]:
@@ -199,12 +194,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="triptych bench",
         description="Measures a chat server under the load of named workloads.",
-        epilog="rows: " + ", ".join(row.name for row in ROWS),
+        epilog="rows: "
+        + ", ".join(row.name for row in ROWS)
+        + ", and text of any shape: 8x12000+64:48 keeps 8 prompts of 12,000 tokens in flight until"
+        " 48 are answered with 64 tokens each",
     )
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="of the server; default: %(default)s")
     add("--model", help="name in requests; default: the first that it lists")
-    add("--rows", default="all", help="comma-separated names; default: all")
+    add("--rows", default="all", help="comma-separated names or shapes; default: all")
     add("--out", type=Path, metavar="DIR", help="for serve.json and serve.png")
     add("--label", default="", help="what is measured, for the report")
     add("--scale", type=float, default=1.0, help="below 1: smaller rows, for a smoke test")

@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,6 +70,30 @@ ROWS: tuple[Row, ...] = (
     Row("img1024_c32", 32, 160, 24, 64, 1024, 1),
     Row("img4x640_c16", 16, 64, 300, 150, 640, 4),
 )
+
+
+_SHAPE = re.compile(r"(\d+)x(\d+)\+(\d+):(\d+)")
+
+
+def row_named(name: str) -> Row:
+    """Returns the row of `ROWS` with a name, or a row of text of any shape.
+
+    `8x12000+64:48` keeps 8 requests in flight until 48 are answered, each with a prompt of 12,000
+    tokens and an answer of 64, as in `benchmarks.engine_loops`.
+
+    Raises:
+        ValueError: there is no such row.
+    """
+    for row in ROWS:
+        if row.name == name:
+            return row
+    found = _SHAPE.fullmatch(name)
+    streams, prompt, output, count = map(int, found.groups()) if found else (0, 0, 0, 0)
+    empty = Row(name, streams, count, 0, output)
+    if not (streams and output and count) or prompt <= empty.prompt_tokens:
+        known = ", ".join(row.name for row in ROWS)
+        raise ValueError(f"unknown row {name}; known: {known}, and shapes such as 8x12000+64:48")
+    return replace(empty, num_words=prompt - empty.prompt_tokens)
 
 
 def scaled(row: Row, scale: float) -> Row:

@@ -1,6 +1,7 @@
 """The load generator, against a server whose timing and tokens are known."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from benchmarks import serve
 from benchmarks.client import Connection, Target
 from benchmarks.peers import FLOORS, TARGETS, VLLM
 from benchmarks.report import RowResult, times_better
-from benchmarks.workloads import ROWS, WORDS, random_image, request_bodies, scaled
+from benchmarks.workloads import ROWS, WORDS, random_image, request_bodies, row_named, scaled
 from tests.noise import PATIENCE_S, wait_until
 from tests.unit.triptych.stub_server import StubServer
 
@@ -169,3 +170,13 @@ def test_times_better_points_the_same_way_for_times_and_rates() -> None:
     assert times_better(10, 20, more_is_better=False) == 2
     assert times_better(20, 10, more_is_better=True) == 2
     assert times_better(float("nan"), 10, more_is_better=True) is None
+
+
+def test_a_row_may_have_any_shape() -> None:
+    row = row_named("8x12000+64:48")
+    assert (row.concurrency, row.num_requests, row.output_tokens) == (8, 48, 64)
+    assert row.prompt_tokens == 12_000
+    assert row_named("text_c64").concurrency == 64
+    for wrong in ("8x8+64:48", "0x100+64:48", "8x100+0:48", "8x100+64:0", "8x100+64", "text"):
+        with pytest.raises(ValueError, match=f"unknown row {re.escape(wrong)}; known: text_c1"):
+            row_named(wrong)
