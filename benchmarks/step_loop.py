@@ -26,9 +26,9 @@ from services.decoder.engine.step import Int32Array, Step, StepOutput
 
 _GRAPH_TOKENS, _GRAPH_LEAST = 64, 256  # of mixed steps
 _TILE = 128  # tokens of a tile of attention of prompts
-# A step of an 8B model on an H200 with more pairs of a prompt's query and a cached key runs without
-# a graph.
-_EAGER_PAIRS = 500_000
+# A step of an 8B model on an H200 runs without a graph if it has more pairs of a prompt's query and
+# a cached key than graphs of our own kernel take, and another size than graphs with FA3 have.
+_OWN_PAIRS, _LONG_SIZES = 1_250_000, range(512, 2049)
 # Service levels: seconds to the first token, and a token.
 LEVELS = ((1.0, 0.03), (2.0, 0.05))
 
@@ -240,7 +240,8 @@ class StandIn:
         tokens, rows = int(lengths.sum()), int((~is_prompt).sum())
         ms = self.slower * self.device.ms(tokens, keys, pairs, rows)
         self.free_at = max(self.free_at, self.now) + ms / 1e3
-        if int((starts[is_prompt] * lengths[is_prompt]).sum()) > _EAGER_PAIRS:
+        pairs_cached = int((starts[is_prompt] * lengths[is_prompt]).sum())
+        if pairs_cached > _OWN_PAIRS and tokens not in _LONG_SIZES:
             self.now += self.launch_ms / 1e3
             self.free_at = max(self.free_at, self.now)
         self.tokens.append(tokens)

@@ -259,7 +259,7 @@ def cores_of(num_encoders: int, wanted: int | None) -> list[list[int]]:
         ValueError: the machine has too few cores.
     """
     found = sorted(os.sched_getaffinity(0), key=lambda core: (_physical_core(core), core))
-    size = wanted or 3 * len(found) // (4 * num_encoders)
+    size = wanted or 3 * len(found) // (8 * num_encoders) * 2  # whole physical cores of two
     rest = found[num_encoders * size :]
     if not size or not rest:
         raise ValueError(
@@ -316,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = {p.environ()["ENCODER_ADDRESS"]: p for p in services("services.encoder")}
         encoders = dict(sorted(found.items()))
         pin(psutil.Process(), cores[-1])  # with its children, and all that they start later
-        for process, own in zip(encoders.values(), cores, strict=False):
+        for process, own in zip(encoders.values(), cores[:-1], strict=True):
             pin(process, own)
         with gateway_beside(gateway, next(iter(encoders))) as one:
             for answer in measure({1: one, 2: url}, list(encoders.values()), questions):

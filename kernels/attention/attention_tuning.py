@@ -253,21 +253,26 @@ MIN_CAPTURED_PAIRS, MAX_CAPTURED_PAIRS, MEASURED_WIDTH = 1_000_000, 12_000_000, 
 # In graphs, FA3 over dense keys takes less time than our kernel from so many pairs with cached
 # tokens on: measured for chunks of 640 to 2,048 tokens with 16 and 32 heads, and 0 to 63 decodes.
 LONG_PAIRS = 1_250_000
-# FA3 reads dense keys if a chunk has this many tokens in the mean, weighted by its context. See
-# `dense_keys` for times. Their memory has at most so many bytes, which is 131,072 tokens of an 8B.
-DENSE_MIN_CHUNK, _DENSE_BYTES = 640, 512 << 20
+# FA3 reads dense keys if a chunk has this many tokens in the mean, weighted by its context: with
+# fewer, the copy takes longer than it saves (`dense_keys` has times). In a graph it may take a
+# little longer, because without one the host would need tens of milliseconds for a step.
+DENSE_MIN_CHUNK, CAPTURED_MIN_CHUNK = 640, 448
 DENSE_CTAS_PER_SM = 4  # CTAs that copy keys, and as many that copy values
+# The memory for dense keys has at most so many bytes, which is 131,072 tokens of an 8B, and is for
+# at most so many sequences of the greatest length.
+_DENSE_BYTES, _DENSE_SEQUENCES = 512 << 20, 4
 
 
 def dense_tokens(facts: AttentionFacts) -> int:
     """Returns how many tokens' keys and values fit into the memory for dense ones."""
     token_bytes = 2 * facts.num_kv_heads * facts.head_dim * facts.dtype.itemsize
-    return min(facts.max_num_blocks * facts.block_size, _DENSE_BYTES // token_bytes)
+    most = _DENSE_SEQUENCES * facts.max_num_blocks * facts.block_size
+    return min(most, _DENSE_BYTES // token_bytes)
 
 
-# Tokens of a tile of FlashAttention-3 for heads of up to 128 elements, and of the two CTAs of an SM
-# in `PrefillAttention`.
-_PREFILL_TILE = 128
+# Query tokens of a tile of FlashAttention-3 for heads of 128 elements, and of the two CTAs of an SM
+# in `PrefillAttention`; and of a tile of FlashAttention-3 for heads of 64.
+_PREFILL_TILE, _NARROW_TILE = 128, 192
 
 
 def wave_tokens(facts: AttentionFacts) -> int:
@@ -278,7 +283,8 @@ def wave_tokens(facts: AttentionFacts) -> int:
     """
     if not facts.device.is_hopper or facts.head_dim > 128:
         return 0
-    return facts.device.num_sms // facts.num_heads * _PREFILL_TILE
+    tile = _NARROW_TILE if facts.head_dim == 64 else _PREFILL_TILE
+    return facts.device.num_sms // facts.num_heads * tile
 
 
 # Requirements of the kernels. A check returns the obstacle for an error message, or "".

@@ -26,6 +26,7 @@ from kernels.attention.attention_tuning import (
     paged_decode_obstacle,
     prefill_obstacle,
 )
+from kernels.attention.dense_keys import padded_to_tiles
 from kernels.attention.fused_decode_attention import FusedDecodeAttention
 from kernels.attention.heads import ProjectedHeads, kv_rows
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
@@ -189,11 +190,15 @@ def test_prefill_attention_agrees_with_its_twin(
     assert error(found[0], torch.cat(expected)) <= TOLERANCE
 
 
-# Chunks of (cached tokens, new tokens); the last two are padding without tokens.
+# Chunks of (cached tokens, new tokens), padded to four, and whether eager steps copy their keys.
 LONG_CHUNKS = [
-    [(12_000, 1024)], [(0, 300), (5001, 700), (2000, 1)], [(100_000, 640)], [(0, 1)], [(31, 2000)],
-]  # fmt: skip
-PADDING, LONG_DECODES, MOST_TOKENS = [(0, 0)] * 2, 3, 2051
+    ([(12_000, 1024)], True),
+    ([(5001, 900), (2000, 700), (31, 440)], True),
+    ([(100_000, 640)], True),
+    ([(0, 300), (5001, 700), (2000, 1)], False),
+    ([(0, 1)], False),
+]
+LONG_DECODES, MOST_TOKENS = 3, 2051
 
 
 def long_step(chunks: list[tuple[int, int]], block_ids: torch.Tensor) -> AttentionMetadata:
@@ -219,7 +224,7 @@ def test_fa3_over_dense_keys_agrees_with_keys_in_blocks(
     heads: int, kv_heads: int, dim: int
 ) -> None:
     """Planned for an eager step, and captured once and planned before each replay. Copied keys are
-    equal to their twin's bit for bit.
+    equal to their twin's bit for bit. Blocks of no sequence, and the copy before, are not finite.
     """
     from services.decoder.attention import flashinfer
 
@@ -229,40 +234,73 @@ def test_fa3_over_dense_keys_agrees_with_keys_in_blocks(
     attend = flashinfer.FlashInferPrefill(facts, CUDA, flashinfer.make_float_workspace(CUDA))
     dense = attend._dense
     assert dense is not None and len(dense.keys) >= 101_000
-    pool = random(facts.max_num_blocks, 2, BLOCK_SIZE, kv_heads, dim)
     block_ids = torch.randperm(facts.max_num_blocks, dtype=torch.int32).cuda()
+    pool = poisoned_pool(facts.max_num_blocks, kv_heads, dim)
     query, out = random(MOST_TOKENS, heads, dim), random(MOST_TOKENS, heads, dim)
-    largest = long_step([(0, 2000), (0, 48), *PADDING], block_ids)
+    largest = long_step([(0, 2000), (0, 48), (0, 0), (0, 0)], block_ids)
     planned = attend.plan(largest, captured=True)
     planned.run(query, pool, out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         planned.run(query, pool, out=out)
-    for chunks in LONG_CHUNKS:
-        padded = [*chunks, *[(0, 0)] * (4 - len(chunks))]
-        step = long_step(padded, block_ids)
+    for chunks, copies_eagerly in LONG_CHUNKS:
+        step = long_step([*chunks, *[(0, 0)] * (4 - len(chunks))], block_ids)
+        pool.fill_(torch.nan)
+        counts = (-(-step.seq_lens // BLOCK_SIZE)).tolist()
+        fill_pool(pool, list(block_ids[: sum(counts)].split(counts)), step.seq_lens.tolist())
         largest.first_blocks_device.copy_(step.first_blocks_device)
         largest.seq_lens_device.copy_(step.seq_lens_device)
         count = int(step.cu_query_lens[-1])
         expected = torch.full_like(query[:count], torch.nan)
         attend._plan_paged(step).run(query[:count], pool, out=expected)
         found = torch.full_like(expected, torch.nan)
-        dense.keys.zero_()
-        attend.plan(step).run(query[:count], pool, out=found)
-        out.fill_(torch.nan)
+        for each in (dense.keys, dense.values):
+            each.fill_(torch.nan)
+        eager = attend.plan(step)
+        assert isinstance(eager, flashinfer.DenseChunks) == copies_eagerly
+        eager.run(query[:count], pool, out=found)
+        for each in (out, dense.keys, dense.values):
+            each.fill_(torch.nan)
         attend.plan(step, captured=True)
         graph.replay()
         tensors = step.first_blocks_device[LONG_DECODES:], step.seq_lens_device[LONG_DECODES:]
-        copies = dense.keys.clone(), dense.values.clone()
+        copied = int(padded_to_tiles(step.seq_lens[LONG_DECODES:]).sum())
+        copies = dense.keys[:copied].clone(), dense.values[:copied].clone()
         dense.gather_plainly(pool, block_ids, *tensors)
-        assert torch.equal(copies[0], dense.keys) and torch.equal(copies[1], dense.values)
-        assert copies[0][: sum(map(sum, chunks))].any(dim=(1, 2)).all()
+        assert torch.equal(copies[0], dense.keys[:copied])
+        assert torch.equal(copies[1], dense.values[:copied])
         for each in (found, out[:count]):
             assert each[:LONG_DECODES].isnan().all(), "rows of decodes"
             assert each[LONG_DECODES:].isfinite().all()
             assert error(each[LONG_DECODES:], expected[LONG_DECODES:]) <= TOLERANCE
         assert out[count:].isnan().all()
+
+
+@needs_flashinfer
+def test_keys_and_values_that_are_not_finite_stay_with_their_sequence() -> None:
+    """In the copy, a sequence follows another one and lies where an earlier one lay."""
+    from services.decoder.attention import flashinfer
+
+    facts = replace(attention_facts(32, 8, 128), max_num_blocks=400)
+    if why := prefill_obstacle(facts):
+        pytest.skip(why)
+    attend = flashinfer.FlashInferPrefill(facts, CUDA, flashinfer.make_float_workspace(CUDA))
+    block_ids = torch.arange(400, dtype=torch.int32, device="cuda")
+    pool = random(400, 2, BLOCK_SIZE, 8, 128)
+    query = random(MOST_TOKENS, 32, 128)
+    both, one = [(130, 700), (100, 800)], [(130, 700)]
+    places = {len(chunks): slice(3, 703) for chunks in (both, one)}
+    alone = torch.empty_like(query[:703])
+    attend.plan(long_step(one, block_ids)).run(query[:703], pool, out=alone)
+    step = long_step(both, block_ids)
+    poisoned = pool.clone()
+    poisoned[int(step.first_blocks[4]) :] = torch.nan  # the second chunk's blocks, and all behind
+    out = torch.empty_like(query[:1503])
+    attend.plan(step).run(query[:1503], poisoned, out=out)
+    assert torch.equal(out[places[2]], alone[places[1]]) and out[703:].isnan().all()
+    attend.plan(long_step(one, block_ids)).run(query[:703], pool, out=out[:703])
+    assert torch.equal(out[places[1]], alone[places[1]])
 
 
 def check_paged_in_a_graph(

@@ -24,8 +24,19 @@ from flashinfer import (
 )
 from torch import Tensor
 
-from kernels.attention.attention_tuning import DENSE_MIN_CHUNK, AttentionFacts, size_class
-from kernels.attention.dense_keys import DenseKeys
+from kernels.attention.attention_tuning import (
+    CAPTURED_MIN_CHUNK,
+    DENSE_MIN_CHUNK,
+    AttentionFacts,
+    size_class,
+)
+from kernels.attention.dense_keys import (
+    MAX_SEQUENCES,
+    TILE,
+    DenseKeys,
+    dense_chunks,
+    padded_to_tiles,
+)
 from kernels.tuning import MAX_CAPTURED_CHUNKS
 from services.decoder.attention.base import AttentionMetadata, StepLengths
 
@@ -249,7 +260,10 @@ class DenseChunks:
         self._seq_lens = metadata.seq_lens_device[chunks]
 
     def run(self, query: Tensor, kv_cache: Tensor, *, out: Tensor) -> None:
-        """Computes attention of the chunks in one layer, see `AttentionBackend.forward`."""
+        """Computes attention of the chunks in one layer, see `AttentionBackend.forward`.
+
+        The plan has the places of the chunks among all tokens of the step.
+        """
         dense = self._dense
         dense.gather(kv_cache, self._block_ids, self._first_blocks, self._seq_lens)
         self._wrapper.run(query, dense.keys, dense.values, out=out)
@@ -272,20 +286,34 @@ class FlashInferPrefill:
             scratch, "NHD", backend="fa3" if is_hopper else "fa2"
         )
         self._dense: DenseKeys | None = None
-        if is_hopper and facts.head_dim <= _MEASURED_DIM:
+        if is_hopper and facts.head_dim <= _MEASURED_DIM and not TILE % facts.block_size:
             self._dense = DenseKeys(facts, device)
             self._ragged = BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD", backend="fa3")
         self._captured: BatchPrefillWithRaggedKVCacheWrapper | None = None
 
     @property
-    def is_captured(self) -> bool:
+    def can_be_captured(self) -> bool:
         """True if CUDA graphs can contain the kernel."""
         return self._dense is not None
 
-    def fits(self, step: StepLengths) -> bool:
-        """Returns whether dense keys and values of a step's chunks fit their memory."""
-        contexts = step.seq_lens[step.num_decodes :]
-        return self._dense is not None and int(contexts.sum()) <= len(self._dense.keys)
+    def suits_graph(self, step: StepLengths) -> bool:
+        """Returns whether a graph with dense keys is a good choice for a step's chunks."""
+        return self._copies(step, CAPTURED_MIN_CHUNK)
+
+    def _copies(self, step: StepLengths | AttentionMetadata, least: int) -> bool:
+        """Returns whether a copy of the keys of a step's chunks has room, and saves time.
+
+        Args:
+            step: lengths of the step.
+            least: number of queries that have to share the copy in the mean.
+        """
+        starts, contexts = step.cu_query_lens[step.num_decodes :], step.seq_lens[step.num_decodes :]
+        if self._dense is None or len(contexts) > MAX_SEQUENCES:
+            return False
+        lengths, contexts = starts[1:] - starts[:-1], contexts.astype(np.int64)
+        if int(padded_to_tiles(contexts).sum()) > len(self._dense.keys):
+            return False
+        return int(lengths @ contexts) >= least * int(contexts.sum())
 
     def plan(
         self, metadata: AttentionMetadata, *, captured: bool = False
@@ -298,19 +326,16 @@ class FlashInferPrefill:
                 which may be padding without tokens, and the first one that is planned has most
                 tokens.
         """
+        if not captured and not self._copies(metadata, DENSE_MIN_CHUNK):
+            return self._plan_paged(metadata)
+        assert self._dense is not None
         decodes, facts = metadata.num_decodes, self._facts
         starts, contexts = metadata.cu_query_lens[decodes:], metadata.seq_lens[decodes:]
-        if not captured:
-            shared = (starts[1:] - starts[:-1]) @ contexts.astype(np.int64)
-            total = int(contexts.sum())
-            if self._dense is None or not self._fits(total, int(shared)):
-                return self._plan_paged(metadata)
-        assert self._dense is not None
-        wrapper = self._for_graphs(len(contexts)) if captured else self._ragged
+        places = dense_chunks(starts, contexts)
+        count = places.shape[1]
+        wrapper = self._for_graphs(count - 1) if captured else self._ragged
         host = self._workspaces.assign(wrapper)
-        count = len(starts)
-        host[:count] = starts
-        host[count], host[count + 1 : 2 * count] = 0, contexts.cumsum()
+        host[: 2 * count] = places.ravel()
         wrapper.plan(
             *torch.from_numpy(host[: 2 * count]).split(count),
             facts.num_heads,
@@ -322,16 +347,6 @@ class FlashInferPrefill:
         )
         self._workspaces.planned()
         return DenseChunks(wrapper, self._dense, metadata)
-
-    def _fits(self, num_keys: int, num_pairs: int) -> bool:
-        """Returns whether dense keys fit their memory and shorten the step.
-
-        Args:
-            num_keys: tokens of all chunks' contexts.
-            num_pairs: sum of each chunk's number of queries, times the tokens of its context.
-        """
-        assert self._dense is not None
-        return num_keys <= len(self._dense.keys) and num_pairs >= DENSE_MIN_CHUNK * num_keys
 
     def _plan_paged(self, metadata: AttentionMetadata) -> PagedChunks:
         decodes, facts = metadata.num_decodes, self._facts
@@ -354,7 +369,7 @@ class FlashInferPrefill:
         return PagedChunks(self._paged, int(starts[0]))
 
     def _for_graphs(self, num_chunks: int) -> BatchPrefillWithRaggedKVCacheWrapper:
-        """Returns the wrapper of all graphs, each of which has as many chunks."""
+        """Returns the wrapper of all graphs, each of which has as many planned chunks."""
         if self._captured is None:
             query_indptr, key_indptr = torch.zeros(
                 (2, num_chunks + 1), dtype=torch.int32, device=self._device

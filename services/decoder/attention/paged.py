@@ -269,7 +269,7 @@ class PagedBackend:
         if kind == "decodes":
             return paged or self._has(_LIBRARY_DECODE)
         if kind == "long":
-            return paged and self._has(_LIBRARY_PREFILL) and self._library_prefill.is_captured
+            return paged and self._has(_LIBRARY_PREFILL) and self._library_prefill.can_be_captured
         return hopper and (paged or kind == "prompts")
 
     def captures_chunks(self, step: StepLengths) -> bool:
@@ -277,14 +277,19 @@ class PagedBackend:
             return False
         if not self._has(_LIBRARY_PREFILL):
             return True
+        chunks = _chunks(step)
         if self._may_be_long(step):
-            return not is_long(_chunks(step))
-        return self._kernels[_HOPPER].is_faster_captured(_chunks(step))
+            # The choice is between two graphs. Without one, no step of this size is faster.
+            if not is_long(chunks):
+                return True
+            if self._library_prefill.suits_graph(step):
+                return False
+        return self._kernels[_HOPPER].is_faster_captured(chunks)
 
     def captures_long(self, step: StepLengths) -> bool:
         if not (self._may_be_long(step) and is_long(_chunks(step))):
             return False
-        return self._library_prefill.fits(step)
+        return self._library_prefill.suits_graph(step)
 
     def plans_from_blocks(self, num_decodes: int) -> bool:
         return self._choose_captured_decode(num_decodes) == FLASHINFER
@@ -423,9 +428,9 @@ class PagedBackend:
 
     def _may_be_long(self, step: StepLengths) -> bool:
         """Returns whether a graph of the kind "long" has room for a step and may be faster."""
-        decodes, num_chunks = step.num_decodes, len(step.seq_lens) - step.num_decodes
-        if decodes > MAX_CAPTURED_DECODES or num_chunks > MAX_CAPTURED_CHUNKS:
-            return False
+        num_chunks, num_sequences = len(step.seq_lens) - step.num_decodes, len(step.seq_lens)
+        if num_chunks > MAX_CAPTURED_CHUNKS or num_sequences > MAX_CAPTURED_DECODES:
+            return False  # Each sequence may sample.
         return int(step.cu_query_lens[-1]) >= LEAST_CAPTURED_LONG and self.captures("long")
 
     @property

@@ -47,9 +47,9 @@ class FakePrefill:
     fails = False
 
     def __init__(self, facts: AttentionFacts) -> None:
-        self.is_captured = facts.device.is_hopper
+        self.can_be_captured = facts.device.is_hopper
 
-    def fits(self, step: StepLengths) -> bool:
+    def suits_graph(self, step: StepLengths) -> bool:
         return int(step.seq_lens[step.num_decodes :].sum()) <= 50_000
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool) -> str:
@@ -162,7 +162,7 @@ def test_what_a_step_uses_on_hopper(
     assert planned(backend, Step(decodes, chunks), captured) == expected
 
 
-@pytest.mark.parametrize("decodes", [0, 2, 64])
+@pytest.mark.parametrize("decodes", [0, 2, 62])
 def test_chunks_behind_long_contexts_are_captured_with_fa3(decodes: int) -> None:
     """The graph's decodes are ours, because most of them may be padding."""
     backend, step = backend_of(facts_of(heads=32)), Step(decodes, [(1008, 20_000), (30, 0)])
@@ -176,8 +176,12 @@ def test_chunks_behind_long_contexts_are_captured_with_fa3(decodes: int) -> None
         assert backend.captures_chunks(short) and not backend.captures_long(short)
     few = Step(decodes, [(440, 20_000)])  # fewer queries share a copy of the keys
     assert not backend.captures_long(few) and not backend.captures_chunks(few)
-    for crowd in (Step(65, [(1008, 20_000)]), Step(0, [(100, 2000)] * 17)):
+    for crowd in (Step(64, [(1008, 20_000)]), Step(0, [(100, 2000)] * 17)):
         assert not backend.captures_long(crowd)
+    # Where the copy has no room, a step has the graph that it would have otherwise.
+    wide = backend_of(facts_of(heads=8, kv_heads=8))
+    far = Step(decodes, [(60, 25_000), (460, 25_001)])
+    assert not wide.captures_long(far) and wide.captures_chunks(far)
 
 
 def test_other_gpus_capture_decodes_alone() -> None:

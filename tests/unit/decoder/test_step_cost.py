@@ -237,6 +237,18 @@ def test_a_step_of_an_efficient_size_fills_whole_waves_behind_many_keys() -> Non
         assert load.tokens + cost.fitting_tokens(load, start, limit, left=1100) >= 1100
 
 
+@pytest.mark.parametrize("decodes", [0, 7, 64, 130, 200, 250])
+def test_a_chunk_is_cut_to_fewer_waves_alone(decodes: int) -> None:
+    """Tiles begin with the chunk, behind decodes, and the step keeps the size of a graph."""
+    wave, limit = 512, Limit(500.0, 1152, 0)
+    cost, load = fitted("gpu", wave_tokens=wave), load_of(decodes, 1000)
+    for start in (5_000, 20_000, 60_000):
+        length = cost.fitting_tokens(load, start, limit)
+        if length != 1152 - decodes:
+            assert -(-length // wave) < -(-(1152 - decodes) // wave)
+            assert not (decodes + length) % 64
+
+
 @pytest.mark.parametrize(("is_default", "size"), [(True, 960), (True, sys.maxsize), (False, 960)])
 def test_a_step_of_an_efficient_size_may_last_longer(is_default: bool, size: int) -> None:
     """Behind 30,000 keys, 40 ms are too few for it. The bound that an operator sets holds."""

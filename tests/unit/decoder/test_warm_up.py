@@ -76,14 +76,14 @@ class Launches:
 
 
 class LibraryPrefill:
-    """flashinfer's prefill over dense keys, which our own kernel copies."""
+    """flashinfer's prefill over dense keys, which our own kernel copies in each step."""
 
-    is_captured = True
+    can_be_captured = True
 
     def __init__(self, launches: Launches, facts: AttentionFacts, *_: Any) -> None:
         self._launches, self._dense = launches, DenseKeys(facts, CPU)
 
-    def fits(self, _: Any) -> bool:
+    def suits_graph(self, _: Any) -> bool:
         return True
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool) -> Any:

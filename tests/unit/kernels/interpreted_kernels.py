@@ -15,7 +15,7 @@ from kernels.attention.attention_tuning import (
     fused_decode_config,
     paged_decode_config,
 )
-from kernels.attention.dense_keys import DenseKeys
+from kernels.attention.dense_keys import DenseKeys, padded_to_tiles
 from kernels.attention.fused_decode_attention import FusedDecodeAttention
 from kernels.attention.heads import ProjectedHeads, kv_rows
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
@@ -129,18 +129,29 @@ def check_paged(
 
 
 def check_dense(lengths: list[int], kv_heads: int) -> None:
-    """Copied keys and values of sequences, some of which are padding without tokens."""
+    """Copied keys and values of sequences, some of which are padding without tokens. Zeros fill the
+    last tile of each, and what is in blocks of nobody is not finite.
+    """
     facts = replace(attention_facts(kv_heads, kv_heads, 16), max_num_blocks=20)
-    dense, num_tokens = DenseKeys(facts, torch.device("cpu")), sum(lengths)
-    pool = torch.randn(40, 2, BLOCK_SIZE, kv_heads, 16)
-    starts = torch.from_numpy(first_blocks(np.array(lengths), BLOCK_SIZE))
-    inputs = pool, torch.randperm(40, dtype=torch.int32), starts, torch.tensor(lengths).int()
-    dense.gather(*inputs)
-    found = dense.keys.clone(), dense.values.clone()
-    assert not any(x[num_tokens:].any() for x in found), "beyond the sequences"
-    dense.gather_plainly(*inputs)
-    for actual, expected in zip(found, (dense.keys, dense.values), strict=True):
-        assert torch.equal(actual, expected) and actual[:num_tokens].any()
+    dense = DenseKeys(facts, torch.device("cpu"))
+    blocks = torch.randperm(60, dtype=torch.int32)
+    pool = torch.full((60, 2, BLOCK_SIZE, kv_heads, 16), torch.nan)
+    starts = first_blocks(np.array(lengths), BLOCK_SIZE)
+    for start, length in zip(starts.tolist(), lengths, strict=True):
+        for token in range(length):
+            block = blocks[start + token // BLOCK_SIZE]
+            pool[block, :, token % BLOCK_SIZE] = torch.randn(2, kv_heads, 16)
+    inputs = pool, blocks, torch.from_numpy(starts), torch.tensor(lengths).int()
+    found, count = [], int(padded_to_tiles(np.array(lengths)).sum())
+    for gather in (dense.gather, dense.gather_plainly):
+        dense.keys.fill_(7.0)
+        dense.values.fill_(7.0)
+        gather(*inputs)
+        found.append((dense.keys.clone(), dense.values.clone()))
+    for actual, expected in zip(*found, strict=True):
+        assert torch.equal(actual, expected) and actual.isfinite().all()
+        assert (actual[count:] == 7.0).all(), "beyond the sequences"
+        assert int((actual[:count] == 0).all(dim=(1, 2)).sum()) == count - sum(lengths)
 
 
 def check_kept(num_tokens: int, heads: int, kv_heads: int, dim: int) -> None:
@@ -380,6 +391,6 @@ if __name__ == "__main__":
     check_paged([33, 98], 8, 4, 16, 3, replace(narrow, kv_heads=2, tile_rows=32))
     check_kept(130, 2, 1, 64)
     check_dense([9, 0, 31, 16, 0], kv_heads=3)  # columns are padded
-    check_dense([150], kv_heads=2)
+    check_dense([150, 128], kv_heads=2)
     interpreted_moe.check_all()
     print("agreed")

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 from kernels.attention.attention_tuning import AttentionFacts
+from kernels.attention.dense_keys import TILE, dense_chunks, padded_to_tiles
 from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
 from kernels.device import KNOWN_DEVICES
 
@@ -92,3 +93,13 @@ def test_a_larger_model_hides_its_launches_with_fewer_tokens(
     facts = replace(FACTS, num_heads=32, num_kv_heads=8, head_dim=128, launch_hiding_tokens=534)
     attend = PrefillAttention(facts, torch.device("cpu"))
     assert attend.is_faster_captured([PrefillChunk(0, new, cached, 0)]) == captured
+
+
+def test_dense_keys_of_a_chunk_begin_with_a_tile() -> None:
+    """What FA3 takes for a chunk's keys are its context; the rest of the tile has no queries."""
+    starts, contexts = np.array([3, 703, 704, 704], np.int32), np.array([830, 128, 0], np.int32)
+    queries, keys = dense_chunks(starts, contexts)
+    assert np.diff(queries).tolist() == [700, 0, 1, 0, 0, 0] and queries[0] == 3
+    assert np.diff(keys).tolist() == [830, 66, 128, 0, 0, 0] and keys[0] == 0
+    assert not (keys[::2] % TILE).any()
+    assert padded_to_tiles(contexts).tolist() == [896, 128, 0]

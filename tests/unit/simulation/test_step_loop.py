@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks import step_loop
 from benchmarks.step_loop import DEVICES, Load, main, run
 from services.decoder.engine.schedule.prefills import Prefills
 from services.decoder.engine.schedule.step_cost import StepCost
@@ -21,7 +22,9 @@ def test_the_default_bound_of_a_32b_lets_its_prompts_keep_up() -> None:
 
 
 def test_a_slow_host_hardly_delays_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured while other processes kept the host's cores busy: 1.95 instead of 2.37 a second."""
+    """Measured while other processes kept the host's cores busy, and no graph had steps of long
+    prompts: 1.95 instead of 2.37 a second. With graphs it does not matter how long launches take.
+    """
     load = Load(streams=8, rate=0, count=24, prompt=12_000, output=64, between=0.012)
 
     def rate(launch_ms: float) -> float:
@@ -30,6 +33,8 @@ def test_a_slow_host_hardly_delays_long_prompts(monkeypatch: pytest.MonkeyPatch)
         return len(answers) / max(answer.last for answer in answers)
 
     usual = rate(20.0)
+    assert rate(60.0) == pytest.approx(usual, rel=0.01)
+    monkeypatch.setattr(step_loop, "_LONG_SIZES", range(0))
     assert rate(60.0) >= 0.9 * usual
     monkeypatch.setattr(StepCost, "extended_ms", lambda *_, **__: 0.0)
     assert rate(60.0) <= 0.8 * usual

@@ -124,6 +124,8 @@ def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(map(len, two_encoders.cores_of(2, 7))) == [7, 7, 2]
     with pytest.raises(ValueError, match="--cores"):
         two_encoders.cores_of(2, 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(100, 120)))
+    assert list(map(len, two_encoders.cores_of(2, None))) == [6, 6, 8]
 
 
 def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

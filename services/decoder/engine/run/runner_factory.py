@@ -546,8 +546,8 @@ def _warm_up(
 ) -> None:
     """Runs decode, prefill and mixed steps, and each way of sampling, once.
 
-    Steps behind a long context run without graphs, and so by other kernels than those without. A
-    user's first long prompt would wait for the kernels that did not run here.
+    Steps behind a long context run by other kernels than those without. A user's first long prompt
+    would wait for the kernels that did not run here.
     """
     info = runner.info
     longest = min(info.max_batched_tokens, info.max_model_len)
@@ -557,8 +557,10 @@ def _warm_up(
         steps += [[1] * decodes + [longest - decodes] for decodes in sorted(counts)]
     num_rows, num_tokens = info.max_num_sequences, info.max_batched_tokens
     fit = [s for s in steps if len(s) <= num_rows and sum(s) <= num_tokens and s[-1] > 0]
-    behind = [[1] * decodes + [n] for decodes in (0, 1, 8) for n in (128, 1024)]
-    behind = [s for s in behind if info.on_gpu and len(s) <= num_rows and sum(s) <= longest]
+    behind = [
+        [1] * decodes + [min(n, longest - decodes)] for decodes in (0, 1, 8) for n in (128, 1024)
+    ]
+    behind = [s for s in behind if info.on_gpu and len(s) <= num_rows and s[-1] > 0]
     differ = True
     while differ:
         for lengths in fit:

@@ -287,25 +287,28 @@ class StepCost:
 
         The tiles of all heads are computed in waves, one tile on each SM, and a wave with few tiles
         takes as long as one with many. With 32 heads and 132 SMs, 512 tokens are one wave, and 640
-        tokens take as long as 1,024. The chunk becomes shorter if the step then computes more
-        tokens in the same time, which is so if attention takes a large part of it.
+        tokens take as long as 1,024. The chunk is cut to fewer waves, so that the step has the size
+        of a graph, if the step then computes more tokens in the same time. That is so if attention
+        takes a large part of it.
 
         Args:
             load: the work of the step without the chunk. It has no other chunk.
             start: index of the chunk's first token in the prompt.
             length: number of tokens of the chunk.
         """
-        total, wave = load.tokens + length, self._wave_tokens
-        if not wave or total < wave or (surplus := total % wave) >= length:
+        wave = self._wave_tokens
+        if not wave or length <= wave:
             return 0
+        attended = -(-length // wave) * wave
+        fewer = attended - wave
+        shorter = fewer - (load.tokens + fewer) % _GRAPH_TOKENS
         pair_ms = self._coefficients[4]
-        shorter = length - surplus
 
         def rate(tokens: int, attended: int) -> float:
             step = StepLoad(load.rows, load.tokens + tokens, keys=load.keys)
             return tokens / (self.predict(step) + pair_ms * start * attended)
 
-        return surplus if rate(shorter, shorter) > rate(length, shorter + wave) else 0
+        return length - shorter if rate(shorter, fewer) > rate(length, attended) else 0
 
     def _max_chunk(self, load: StepLoad, start: int, bound_ms: float) -> int:
         """Returns the most tokens of a prompt with which the step lasts at most `bound_ms`."""

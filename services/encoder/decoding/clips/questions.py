@@ -12,8 +12,8 @@ from services.common.geometry import Size
 
 MAX_FRAME_PIXELS = 4096 * 2304
 DECODER_THREADS = 2  # threads of FFmpeg that decode a video
-# Threads of the CPU for each lane of a video. FFmpeg's threads wait for each other: on an H200's
-# host, a lane of H.264 in 1080p keeps 1.2 of them busy, and the engine keeps a ninth of the CPU.
+# Threads of the CPU for each lane of a video: a lane of H.264 in 1080p keeps 1.2 threads busy on an
+# H200's host, because FFmpeg's two wait for each other. The rest is for resizing and for the tower.
 LANE_THREADS = 1.5
 CORRUPT = "the video is truncated or corrupt"
 TOO_SLOW = "decoding the video takes too long"
