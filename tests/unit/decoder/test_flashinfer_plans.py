@@ -51,7 +51,7 @@ def prefill(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Prefill of an 8B on an H200 with room for the keys of 128,000 tokens."""
     library, name = ModuleType("flashinfer"), "services.decoder.attention.flashinfer"
     for wrapper in WRAPPERS:
-        setattr(library, f"Batch{wrapper}Wrapper", type(wrapper, (Wrapper,), {}))
+        setattr(library, f"{wrapper}Wrapper", type(wrapper, (Wrapper,), {}))
     monkeypatch.setitem(sys.modules, "flashinfer", library)
     monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module(name)
