@@ -2,7 +2,7 @@
 
 One small image is sent to each listed encoder. Its embedding is fetched as that of a request is,
 and read from Redis. A line of the log says how it came and at what rate, or what is broken. The
-image is encoded with a salt of its own, so that no cache has its embedding.
+image has a salt of its own, so that no cache holds an embedding of the image.
 
 A decoder waits only `_START_S` for the check before it is ready, because encoders may start later
 than decoders. The check goes on in the background until it has reached each encoder once.

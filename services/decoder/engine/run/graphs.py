@@ -1,8 +1,8 @@
 """CUDA graphs of steps.
 
-Decodes are captured for several batch sizes, prompts that are alone in their step for several
-lengths, and other steps for several numbers of tokens, those of chunks behind long contexts apart.
-A step is padded to the next captured size.
+Decodes are captured for several batch sizes, lone prompts for several lengths, and all other steps
+for several numbers of tokens. Chunks behind long contexts have graphs of their own. A step is
+padded to the next captured size.
 
 A graph reads its inputs from the device side of the staging buffer. All graphs of a class of steps
 write logits to the same buffer. All graphs share a memory pool, because they run one at a time.

@@ -3,8 +3,8 @@
 A *draft* is a guess of a token that a sequence may have next. A chunk with k drafts computes the
 sequence's last token and the drafts behind it, and a token is sampled behind each of them, exactly
 as if the tokens before had been sampled one by one. The host accepts drafts from the left as long
-as each is the token that was sampled in its place. So a sequence gets the very tokens that it gets
-without drafts, also if it is sampled.
+as each is the token that was sampled in its place. So drafts do not change a sequence's tokens,
+also if these are sampled.
 
 The device knows no drafts: a chunk with k drafts becomes 1 + k chunks of one token of the same row,
 which are computed as decodes are. Keys and values of all of them are stored before any attends to

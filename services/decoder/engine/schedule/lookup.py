@@ -187,7 +187,7 @@ class PromptLookup:
         return 0.0 if self._reason is None else self._starts[self._reason].gain
 
     def _look(self) -> None:
-        """Looks for a text that the completion repeats, unless it still repeats one."""
+        """Looks for a text that the completion repeats, unless the last one still goes on."""
         if self._source is None or self._at >= len(self._source.ids):
             self._find()
         if self._reason is None:

@@ -83,7 +83,7 @@ class StepBudget:
         """Returns how many tokens of a prompt still fit, if its first `start` tokens are computed
         and `left` tokens are left. The result may be more than these.
 
-        The later a token is in its prompt, the more keys it attends to and the longer it takes.
+        Tokens that are late in a prompt attend to more keys and take longer.
         """
         return self._cost.fitting_tokens(self._load, start, self._limit, left)
 
