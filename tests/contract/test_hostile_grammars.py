@@ -106,7 +106,7 @@ LARGE = {
     "properties": (optional(7000), CPU, "7,000 properties"),
     "references": (schema_chain(2400, "items"), STACK, "2,401 references"),
     "rules": (rule_chain(6000, "start", ":"), STACK, "6,002 lines"),
-    "multipleOf": (json_schema(type="integer", multipleOf=99991), CPU, "multipleOf 99991"),
+    "multipleOf": (json_schema(type="integer", multipleOf=999_983), CPU, "multipleOf 999983"),
     "patternProperties": (
         json_schema(patternProperties={f"^a{n}_": {} for n in range(900)}), CPU,
         "900 patternProperties",
