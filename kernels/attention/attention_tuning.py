@@ -257,7 +257,7 @@ LONG_PAIRS = 1_250_000
 # fewer, the copy takes longer than it saves (`dense_keys` has times). In a graph it may take a
 # little longer, because without one the host would need tens of milliseconds for a step.
 DENSE_MIN_CHUNK, CAPTURED_MIN_CHUNK = 640, 448
-DENSE_CTAS_PER_SM = 4  # CTAs that copy keys, and as many that copy values
+DENSE_CTAS_PER_SM = 4  # that copy keys, and as many that copy values; 1 to 16 are equally fast
 # The memory for dense keys has at most so many bytes, which is 131,072 tokens of an 8B, and is for
 # at most so many sequences of the greatest length.
 _DENSE_BYTES, _DENSE_SEQUENCES = 512 << 20, 4

@@ -136,7 +136,7 @@ def test_a_captured_part_of_a_prompt_is_as_good_as_an_eager_one(dummy: Harness) 
 def test_a_captured_mixture_agrees_with_the_eager_one(
     dummy: Harness, decodes: int, chunks: list[int]
 ) -> None:
-    agree_captured(dummy, MixedGraphs, decodes, chunks, {1: 37})
+    check_captured(dummy, MixedGraphs, decodes, chunks, {1: 37})
 
 
 @needs_flashinfer
@@ -145,7 +145,7 @@ def test_a_captured_mixture_agrees_with_the_eager_one(
 def test_a_captured_step_behind_a_long_context_agrees_with_the_eager_one(
     dummy: Harness, decodes: int, chunks: list[int]
 ) -> None:
-    agree_captured(dummy, LongGraphs, decodes, chunks, {0: 1900})
+    check_captured(dummy, LongGraphs, decodes, chunks, {0: 1900})
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +167,10 @@ def test_a_captured_crowd_agrees_with_the_eager_one(
     crowd: Harness, decodes: int, chunks: list[int]
 ) -> None:
     kind = CrowdedGraphs if decodes > 64 else MixedGraphs
-    agree_captured(crowd, kind, decodes, chunks, {1: 37})
+    check_captured(crowd, kind, decodes, chunks, {1: 37})
 
 
-def agree_captured(
+def check_captured(
     dummy: Harness,
     kind: type[MixedGraphs],
     decodes: int,

@@ -280,6 +280,8 @@ class FlashInferPrefill:
 
     def __init__(self, facts: AttentionFacts, device: torch.device, scratch: Tensor) -> None:
         self._facts, self._device, self._scratch = facts, device, scratch
+        self._heads = facts.num_heads, facts.num_kv_heads, facts.head_dim
+        self._options = {"causal": True, "q_data_type": facts.dtype, "kv_data_type": facts.dtype}
         self._workspaces = _Workspaces(facts.max_num_sequences + MAX_CAPTURED_CHUNKS, device)
         is_hopper = facts.device.is_hopper
         self._paged = BatchPrefillWithPagedKVCacheWrapper(
@@ -329,41 +331,30 @@ class FlashInferPrefill:
         if not captured and not self._copies(metadata, DENSE_MIN_CHUNK):
             return self._plan_paged(metadata)
         assert self._dense is not None
-        decodes, facts = metadata.num_decodes, self._facts
+        decodes = metadata.num_decodes
         starts, contexts = metadata.cu_query_lens[decodes:], metadata.seq_lens[decodes:]
         places = dense_chunks(starts, contexts)
         count = places.shape[1]
         wrapper = self._for_graphs(count - 1) if captured else self._ragged
         host = self._workspaces.assign(wrapper)
         host[: 2 * count] = places.ravel()
-        wrapper.plan(
-            *torch.from_numpy(host[: 2 * count]).split(count),
-            facts.num_heads,
-            facts.num_kv_heads,
-            facts.head_dim,
-            causal=True,
-            q_data_type=facts.dtype,
-            kv_data_type=facts.dtype,
-        )
+        indptrs = torch.from_numpy(host[: 2 * count]).split(count)
+        wrapper.plan(*indptrs, *self._heads, **self._options)
         self._workspaces.planned()
         return DenseChunks(wrapper, self._dense, metadata)
 
     def _plan_paged(self, metadata: AttentionMetadata) -> PagedChunks:
-        decodes, facts = metadata.num_decodes, self._facts
+        decodes, block_size = metadata.num_decodes, self._facts.block_size
         host = self._workspaces.assign(self._paged)
         starts = metadata.cu_query_lens[decodes:]
         host[: len(starts)] = starts - starts[0]
         query_indptr, host = torch.from_numpy(host[: len(starts)]), host[len(starts) :]
         self._paged.plan(
             query_indptr,
-            *self._workspaces.pages(host, metadata, slice(decodes, None), facts.block_size),
-            facts.num_heads,
-            facts.num_kv_heads,
-            facts.head_dim,
-            facts.block_size,
-            causal=True,
-            q_data_type=facts.dtype,
-            kv_data_type=facts.dtype,
+            *self._workspaces.pages(host, metadata, slice(decodes, None), block_size),
+            *self._heads,
+            block_size,
+            **self._options,
         )
         self._workspaces.planned()
         return PagedChunks(self._paged, int(starts[0]))

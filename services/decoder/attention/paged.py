@@ -278,13 +278,9 @@ class PagedBackend:
         if not self._has(_LIBRARY_PREFILL):
             return True
         chunks = _chunks(step)
-        if self._may_be_long(step):
-            # The choice is between two graphs. Without one, no step of this size is faster.
-            if not is_long(chunks):
-                return True
-            if self._library_prefill.suits_graph(step):
-                return False
-        return self._kernels[_HOPPER].is_faster_captured(chunks)
+        if self._may_be_long(step) and not is_long(chunks):
+            return True  # A step of this size is faster in one of the two kinds of graphs.
+        return not self.captures_long(step) and self._kernels[_HOPPER].is_faster_captured(chunks)
 
     def captures_long(self, step: StepLengths) -> bool:
         if not (self._may_be_long(step) and is_long(_chunks(step))):

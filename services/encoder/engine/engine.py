@@ -478,7 +478,7 @@ class Engine:
             self._channel.send(ActiveJobs(sorted(self._active)))
 
     def _report_paused(self, job_id: int) -> None:
-        """Tells the front that the job waits for its batch, so that nothing works on it now."""
+        """Tells the front that the job waits for its batch, and that nothing works on the job."""
         with self._sending:
             self._active.discard(job_id)
             self._channel.send(ActiveJobs(sorted(self._active)))

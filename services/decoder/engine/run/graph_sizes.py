@@ -69,8 +69,8 @@ def long_buckets(max_num_tokens: int, launch_hiding_tokens: int) -> list[int]:
 def adapted_sizes(sizes: Sequence[int], launch_hiding_tokens: int, *, decodes: bool) -> list[int]:
     """Returns the sizes to capture for steps with adapters, out of those to capture for others.
 
-    A step with prompts is padded no more than one without adapters, because its time grows with its
-    tokens. It has up to twice as many launches, which eager steps of more than
+    Steps with prompts are padded as little as without adapters, because their time grows with their
+    tokens. Such a step has up to twice as many launches, which eager steps of more than
     `3 * launch_hiding_tokens` tokens hide. The time of decodes hardly grows with their number, so
     there are fewer sizes for them, which keeps the start short. Decodes are padded by at most a
     quarter where the other sizes allow that.

@@ -5,8 +5,8 @@ code. If the last tokens of a sequence stand earlier in its text, the tokens tha
 copied as drafts. A client may also predict the answer (`prediction` of OpenAI's API). The
 prediction is a second text to copy from, and is tried before the sequence's own text.
 
-An answer that leaves the text which it repeats often returns to it soon, behind a new value in JSON
-or a changed name in code. A single equal token shows the place then: the nearest one behind the
+An answer often leaves the text that it repeats and soon returns, behind a new value in JSON or a
+changed name in code. A single equal token shows the place then: the nearest one behind the
 place where the answer has left the text.
 
 Where there are no drafts, they may start behind the next token: if two tokens are equal, or if the
