@@ -22,6 +22,7 @@ from services.decoder.engine.run.graph_sizes import (
     decode_buckets,
     long_buckets,
     mixed_buckets,
+    padded_decodes,
     prompt_buckets,
 )
 from services.decoder.engine.run.graphs import (
@@ -39,7 +40,7 @@ from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.step_computer import StepComputer
 from services.decoder.engine.run.step_inputs import StepInputs
 from services.decoder.operations.kernel_facts import attention_facts
-from tests.decoder_harness import Harness, write_checkpoint
+from tests.decoder_harness import Harness, completion_of, write_checkpoint
 from tests.unit.decoder.test_runner import start_text
 
 KINDS = (DecodeGraphs, PromptGraphs, MixedGraphs)
@@ -196,6 +197,43 @@ def test_a_kind_of_step_whose_capture_fails_runs_eagerly(
     assert f"{failing.__name__}: capture failed" in caplog.text
     assert "out of shared memory" in caplog.text
     assert harness.generate(start_text(harness, 1), 8) == expected
+
+
+def test_eager_steps_sample_as_many_rows_as_captured_decodes_beside_graphs(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries of GEMMs load a kernel for another number of rows while the device stands still."""
+    harness = Harness(directory)
+    computer, rows = harness.runner.computer, list[int]()
+    logits = computer.model.logits
+
+    def noted(hidden: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        rows.append(len(hidden))
+        return logits(hidden, **keywords)
+
+    monkeypatch.setattr(computer.model, "logits", noted)
+
+    def tokens() -> list[list[int]]:
+        sequences = [start_text(harness, row) for row in range(6)]
+        parts = [harness.chunk(sequence, 4) for sequence in sequences[5:]]
+        harness.step(*map(harness.chunk, sequences[:5]), *parts)
+        for _ in range(3):
+            harness.step(*map(harness.chunk, sequences))
+        for sequence in sequences:
+            harness.finish(sequence)
+        return [completion_of(sequence) for sequence in sequences]
+
+    expected = tokens()
+    assert rows == [5, 6, 6, 6]
+    computer.graphs = [cast("Any", SimpleNamespace(pad=lambda _: False))]
+    rows.clear()
+    assert tokens() == expected
+    assert rows == [6, 6, 6, 6]
+
+
+def test_more_samples_than_sequences_are_not_padded() -> None:
+    assert [padded_decodes(n, 256) for n in (0, 1, 5, 65, 129, 256)] == [1, 1, 6, 72, 144, 256]
+    assert padded_decodes(300, 256) == 300
 
 
 def test_a_capture_without_memory_is_an_error(directory: Path) -> None:

@@ -24,6 +24,15 @@ def decode_buckets(max_num_sequences: int) -> list[int]:
     return sorted({min(size, max_num_sequences) for size in sizes})
 
 
+def padded_decodes(num_decodes: int, max_num_sequences: int) -> int:
+    """Returns the least of `decode_buckets` that is not below `num_decodes`.
+
+    More decodes than there are sequences, of which several belong to drafts, are not padded.
+    """
+    sizes = decode_buckets(max_num_sequences)
+    return next((size for size in sizes if size >= num_decodes), num_decodes)
+
+
 def prompt_buckets(max_num_tokens: int) -> list[int]:
     """Returns the lengths to capture lone prompts for.
 

@@ -20,7 +20,7 @@ from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.run import step_inputs
 from services.decoder.engine.run.drafter import Drafter
-from services.decoder.engine.run.graph_sizes import adapted_sizes
+from services.decoder.engine.run.graph_sizes import adapted_sizes, padded_decodes
 from services.decoder.engine.run.graphs import DeviceState, Graphs, Kind, StepParts
 from services.decoder.engine.run.host_cache import HostCache
 from services.decoder.engine.run.images import ImageReader
@@ -121,6 +121,9 @@ class StepComputer:
         step.graphs, work = graphs, None
         if graphs is None or graphs.lists_work:
             work = self.parts.backend.list_work(step, captured=graphs is not None)
+        num_samples = len(step.samples)
+        if graphs is None and self.graphs:
+            num_samples = padded_decodes(num_samples, self.info.max_num_sequences)
         return step_inputs.stage(
             step,
             self.staging,
@@ -129,6 +132,7 @@ class StepComputer:
             with_states=self.state.states is not None,
             with_runs=self.state.kept is not None,
             decodes=graphs is not None and graphs.runs_decodes,
+            num_samples=num_samples,
             drafts=self.parts.drafter and self.parts.drafter.lay_out(step),
         )
 
@@ -211,10 +215,17 @@ class StepComputer:
         return Computed(None, logits[:count], token_ids[:count], self._sampled_rows(inputs))
 
     def _run_eagerly(self, step: ComputeStep, inputs: StepInputs) -> Computed:
-        """Runs an uploaded step without a graph."""
+        """Runs an uploaded step without a graph.
+
+        After the last layer's attention, only the sampled tokens are computed. Where other steps
+        have graphs, their number is padded to one for which decodes are captured. Libraries of
+        GEMMs load a kernel when it is first used, and that waits until the device has computed all
+        steps in flight. The kernels of the captured numbers were loaded by the warm-up.
+        """
         assert inputs.places.sampled_tokens is not None
         sampled = self.staging.device(inputs.places.sampled_tokens)
-        if len(step.samples) == 0:
+        count = len(step.samples)
+        if count == 0:
             hidden = self.forward(inputs)
             return Computed(hidden, None, None, None, self.parts.adapters(inputs))
         rows, adapters = self._sampled_rows(inputs), self.parts.adapters(inputs)
@@ -222,9 +233,9 @@ class StepComputer:
         if step.keeps_hidden:
             hidden = self.forward(inputs)
             logits = self.model.logits(hidden[sampled], adapters=of_samples)
-            return Computed(hidden, logits, None, rows, adapters)
+            return Computed(hidden, logits[:count], None, rows, adapters)
         logits = self.model.logits(self.forward(inputs, sampled), adapters=of_samples)
-        return Computed(None, logits, None, rows)
+        return Computed(None, logits[:count], None, rows)
 
     def _sampled_rows(self, inputs: StepInputs) -> Tensor:
         place = inputs.places.sampled_rows

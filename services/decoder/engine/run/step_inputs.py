@@ -39,8 +39,8 @@ class Places:
         tokens: `[6, T]` int32, see `kernels.rows.OfToken`.
         chunks: `[4, S]` int32, see `kernels.rows.OfChunk`.
         sampled_rows: `[B]` int64, rows of the samples. None if each chunk samples.
-        sampled_tokens: `[B]` int64, indices of the tokens that are sampled. None if each chunk
-            samples.
+        sampled_tokens: `[B]` int64, indices of the tokens that are sampled, with padding in steps
+            without a graph. None if each chunk samples.
         work: work list of attention, see `AttentionBackend.list_work`. None if there is no list.
         visual_mask: `[T]` int32, not 0 at image tokens. None if no token can be an image token.
         cu_query_lens: `[S + 1]` int32. None if the model has no recurrent states.
@@ -280,6 +280,7 @@ def stage(
     with_states: bool = False,
     with_runs: bool = False,
     decodes: bool = False,
+    num_samples: int = 0,
     drafts: DraftArrays | None = None,
 ) -> StepInputs:
     """Copies a step's arrays into the staging buffer, and returns the step with its places.
@@ -293,6 +294,8 @@ def stage(
         with_runs: True if rows keep the inputs of drafts.
         decodes: True if a graph of decodes alone runs the step. The graph changes block tables
             itself, unless attention's plan reads them before.
+        num_samples: number to which `Places.sampled_tokens` is padded with the index 0. Without
+            effect if the step has as many samples, or more.
         drafts: arrays for the layer for multi-token prediction. None if there is no such layer.
     """
     num_tokens, num_chunks = step.num_tokens, len(step.seq_lens)
@@ -314,7 +317,8 @@ def stage(
         if len(step.samples) < num_chunks:  # otherwise, all chunks sample in their order
             all_rows, last_tokens = all_rows[step.samples], last_tokens[step.samples]
         found.sampled_rows = staging.add(all_rows, min_elements=num_chunks)
-        found.sampled_tokens = staging.add(last_tokens, min_elements=num_chunks)
+        num_samples = max(num_samples, len(last_tokens))
+        found.sampled_tokens = staging.add(last_tokens, min_elements=num_chunks, size=num_samples)
     if work is not None:
         found.work = staging.add(work)
     if masked:
