@@ -288,7 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--images", type=int, default=16, help="images of a question; 0: none are asked about")
     add("--edge", type=int, default=1024, help="width and height of an image in pixels")
     add("--rounds", type=int, default=5, help="questions of each kind with one and with two")
-    add("--cores", type=int, help="of each encoder; default: three eighths of this machine's")
+    add("--cores", type=int, help="of each encoder; default: three eighths of this machine's; 0: "
+        "all processes share all cores, to try the script on a small machine")  # fmt: skip
     add("--keep", type=Path, metavar="DIR", help="of clips, for another run")
     add("--out", type=Path, help="JSON file with all answers")
     options, rest = parser.parse_known_args(arguments)
@@ -296,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if wrong := [kind for kind in kinds if kind[0] not in _PRESETS or not kind[1:].isdecimal()]:
         parser.error(f"--kinds: {wrong[0]} is not a kind such as g250 or u60")
     try:
-        cores = cores_of(2, options.cores)
+        cores = [] if options.cores == 0 else cores_of(2, options.cores)
     except ValueError as error:
         parser.error(str(error))
     asked = 2 * (options.rounds + _WARM_UPS)
@@ -311,13 +312,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         questions["images"] = list(itertools.islice(made, asked))
     answers: list[Answer] = []
     command = ["--encoders", "2", "--gateways", "1", *rest]
-    with serving(options.model, command, None, OMP_NUM_THREADS=str(len(cores[0]))) as (url, _):
+    num_threads = str(len(cores[0]) if cores else 1)
+    with serving(options.model, command, None, OMP_NUM_THREADS=num_threads) as (url, _):
         (gateway,) = services("services.gateway")
         found = {p.environ()["ENCODER_ADDRESS"]: p for p in services("services.encoder")}
         encoders = dict(sorted(found.items()))
-        pin(psutil.Process(), cores[-1])  # with its children, and all that they start later
-        for process, own in zip(encoders.values(), cores[:-1], strict=True):
-            pin(process, own)
+        if cores:
+            pin(psutil.Process(), cores[-1])  # with its children, and all that they start later
+            for process, own in zip(encoders.values(), cores[:-1], strict=True):
+                pin(process, own)
         with gateway_beside(gateway, next(iter(encoders))) as one:
             for answer in measure({1: one, 2: url}, list(encoders.values()), questions):
                 answers.append(answer)

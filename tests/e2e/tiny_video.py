@@ -105,8 +105,12 @@ def make_earlier(directory: Path, family: str) -> PreTrainedModel:
         )
         model = Qwen2VLForConditionalGeneration(config).eval()
     elif family == "paddleocr_vl":
-        section |= {"head_dim": 16, "use_bias": True}
-        config = PaddleOCRVLConfig(text_config=section, vision_config=sizes, **ids)
+        # With tied embeddings, which are this configuration's default, the model answers with the
+        # last token of the prompt again and again, whatever the image or the adapter.
+        section |= {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False}
+        config = PaddleOCRVLConfig(
+            text_config=section, vision_config=sizes, tie_word_embeddings=False, **ids
+        )
         model = PaddleOCRVLForConditionalGeneration(config).eval()
     else:
         sizes |= {"out_hidden_size": 64}
