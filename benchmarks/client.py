@@ -23,6 +23,7 @@ class Sample:
         first: the first content arrived; 0 when none did.
         last: the last content arrived.
         end: the response was complete.
+        gap_s: longest time in seconds between two events with content.
         error: why the request does not count; empty when it does.
         status: of the response; 0 without one.
         retry_after: the header's value; empty without it.
@@ -37,6 +38,17 @@ class Sample:
     error: str = ""
     status: int = 0
     retry_after: str = ""
+    gap_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first content."""
+        return self.first - self.start
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean seconds of each token after the first."""
+        return (self.last - self.first) / max(1, self.completion_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +241,10 @@ class Connection(asyncio.Protocol):
             delta = choice.get("delta") or {}
             text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
             if text:
-                self._sample.first = self._sample.first or now
-                self._sample.last = now
+                sample = self._sample
+                sample.first = sample.first or now
+                sample.gap_s = max(sample.gap_s, now - (sample.last or now))
+                sample.last = now
                 self.on_text(text, now)
         if usage := event.get("usage"):
             self._sample.prompt_tokens = usage["prompt_tokens"]

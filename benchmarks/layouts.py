@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from benchmarks.client import Target
+from benchmarks.client import Sample, Target
 from benchmarks.simulation.layouts import RATES, SECONDS
 from benchmarks.startup import serving
-from benchmarks.step_frontier import OPEN, Answer, figures, send_at
+from benchmarks.step_frontier import OPEN, figures, send_at
 from benchmarks.worker import model_name, write_bodies
 from benchmarks.workloads import Row, request_bodies
 
@@ -90,7 +90,7 @@ def _bodies(made: tuple[Row, int]) -> list[bytes]:
 
 def run_open(
     workload: Workload, url: str, pool: ProcessPoolExecutor, senders: int, *, is_warm_up: bool
-) -> list[Answer]:
+) -> list[Sample]:
     """Sends each body at its time."""
     spans, due = workload.part(is_warm_up=is_warm_up)
     start = time.monotonic() + _START_S
@@ -103,7 +103,7 @@ def run_open(
 
 def _send(
     url: str, path: Path, spans: Sequence[tuple[int, int]], due: Sequence[float], start: float
-) -> list[Answer]:
+) -> list[Sample]:
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     bodies = [data[begin:end] for begin, end in spans]

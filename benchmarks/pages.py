@@ -29,10 +29,10 @@ from statistics import mean
 
 from PIL import Image, ImageDraw
 
-from benchmarks.client import Target
+from benchmarks.client import Sample, Target
 from benchmarks.report import Percentiles, RowResult
 from benchmarks.serve import run_row
-from benchmarks.step_frontier import Answer, ask
+from benchmarks.step_frontier import ask
 from benchmarks.worker import model_name
 from benchmarks.workloads import WORDS, Row, chat_body, data_url
 
@@ -70,7 +70,7 @@ def bodies(model: str, row: Row, height: int, seed: int) -> Iterator[bytes]:
 
 async def staggered_loop(
     target: Target, bodies: Iterable[bytes], streams: int, round_s: float, last_s: float
-) -> list[Answer]:
+) -> list[Sample]:
     """Keeps so many requests in flight, the first of which begin one by one.
 
     Args:
@@ -83,7 +83,7 @@ async def staggered_loop(
     Returns:
         The answers that have ended, in the order of their ends.
     """
-    left, answers = iter(bodies), list[Answer]()
+    left, answers = iter(bodies), list[Sample]()
 
     async def stream(number: int) -> None:
         await asyncio.sleep(number * round_s / streams)
@@ -98,7 +98,7 @@ async def staggered_loop(
     return answers
 
 
-def window(name: str, answers: Sequence[Answer], start: float, end: float) -> str:
+def window(name: str, answers: Sequence[Sample], start: float, end: float) -> str:
     """Returns a line about the pages whose answers ended between two times of the monotonic clock.
 
     Args:
@@ -107,7 +107,7 @@ def window(name: str, answers: Sequence[Answer], start: float, end: float) -> st
         start: time at which the window begins.
         end: time at which the window ends.
     """
-    whole = [a for a in answers if start <= a.sample.end <= end and not a.sample.error]
+    whole = [a for a in answers if start <= a.end <= end and not a.error]
     if not whole:
         return f"{name}: no page ended in {end - start:.0f} s"
     first, later, gap = (
@@ -120,11 +120,11 @@ def window(name: str, answers: Sequence[Answer], start: float, end: float) -> st
     )
     return (
         f"{name}: {len(whole)} pages in {end - start:.0f} s, {len(whole) / (end - start):.3f} "
-        f"pages/s, mean {mean(a.sample.end - a.sample.start for a in whole):.2f} s, "
+        f"pages/s, mean {mean(a.end - a.start for a in whole):.2f} s, "
         f"TTFT p50 {first.p50:.0f} p99 {first.p99:.0f} ms, TPOT p50 {later.p50:.2f} ms, "
         f"longest gap p50 {gap.p50:.0f} p99 {gap.p99:.0f} ms, "
-        f"{mean(a.sample.prompt_tokens for a in whole):.0f} tokens in, "
-        f"{mean(a.sample.completion_tokens for a in whole):.0f} out"
+        f"{mean(a.prompt_tokens for a in whole):.0f} tokens in, "
+        f"{mean(a.completion_tokens for a in whole):.0f} out"
     )
 
 
@@ -145,7 +145,7 @@ def measure_steady(
         ("window", start, end), ("first half", start, middle), ("second half", middle, end)
     ):  # fmt: skip
         print(window(name, answers, *span))
-    errors = [answer.sample.error for answer in answers if answer.sample.error]
+    errors = [answer.error for answer in answers if answer.error]
     for error, times in Counter(errors).items():
         print(f"{times} x {error}", file=sys.stderr)
     if ran_out := len(answers) + streams > len(bodies):

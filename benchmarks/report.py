@@ -38,6 +38,7 @@ class RowResult:
     """One row's figures. Requests that failed count in `num_errors` and nowhere else.
 
     Attributes:
+        gap_ms: longest time between two events with content of each answer.
         tokens_per_s: output tokens of all good requests over the row's wall time.
         prompt_tokens: mean, as the server counted.
         errors: each distinct error and how often it came.
@@ -47,6 +48,7 @@ class RowResult:
     wall_s: float
     ttft_ms: Percentiles
     tpot_ms: Percentiles
+    gap_ms: Percentiles
     e2e_ms: Percentiles
     requests_per_s: float
     tokens_per_s: float
@@ -59,18 +61,14 @@ class RowResult:
     def from_samples(cls, row: Row, samples: Sequence[Sample], wall_s: float) -> "RowResult":
         """Summarises a row's samples."""
         good = [sample for sample in samples if not sample.error]
+        longer = [sample for sample in good if sample.completion_tokens > 1]
         completion = sum(sample.completion_tokens for sample in good)
         return cls(
             row=row,
             wall_s=wall_s,
-            ttft_ms=Percentiles.of([s.first - s.start for s in good]),
-            tpot_ms=Percentiles.of(
-                [
-                    (s.last - s.first) / (s.completion_tokens - 1)
-                    for s in good
-                    if s.completion_tokens > 1
-                ]
-            ),
+            ttft_ms=Percentiles.of([sample.ttft_s for sample in good]),
+            tpot_ms=Percentiles.of([sample.tpot_s for sample in longer]),
+            gap_ms=Percentiles.of([sample.gap_s for sample in longer]),
             e2e_ms=Percentiles.of([s.end - s.start for s in good]),
             requests_per_s=len(good) / wall_s,
             tokens_per_s=completion / wall_s,
@@ -100,7 +98,7 @@ def comparisons(result: RowResult) -> list[tuple[str, float, float | None, float
 
 
 _HEAD = ("row", "c", "n", "prompt", "out", "TTFT p50/p90/p99 ms", "TPOT p50/p90/p99 ms",
-         "E2E p50 ms", "tok/s", "req/s", "errors")  # fmt: skip
+         "gap p50/p99 ms", "E2E p50 ms", "tok/s", "req/s", "errors")  # fmt: skip
 
 
 def print_table(results: Sequence[RowResult], meta: Mapping[str, Any]) -> None:
@@ -131,6 +129,7 @@ def _cells(result: RowResult) -> tuple[str, ...]:
         f"{result.completion_tokens:.0f}",
         three(result.ttft_ms),
         f"{tpot.p50:.2f} / {tpot.p90:.2f} / {tpot.p99:.2f}",
+        f"{result.gap_ms.p50:.0f} / {result.gap_ms.p99:.0f}",
         f"{result.e2e_ms.p50:.0f}",
         f"{result.tokens_per_s:,.0f}",
         f"{result.requests_per_s:.1f}",

@@ -18,15 +18,14 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.client import Sample, Target, TimedConnection
+from benchmarks.client import Connection, Sample, Target
 from benchmarks.serve import run_row
 from benchmarks.startup import serving
 from benchmarks.worker import model_name
@@ -41,66 +40,35 @@ OPEN = {  # the numbers of requests follow from rate and time
 }
 _LONG = Row("text12k_c8", 8, 32, 11_992, 64)
 _CLOSED = {row.name: row for row in (*ROWS, _LONG)}
-# Up to this many streams, one process sends the requests of a closed loop and notes their gaps.
-_TIMED_STREAMS = 16
 _DEFAULT = "img1@24,epd4@10,text_c64,text_c256"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A request's times, and the longest gap between two of its events in seconds."""
-
-    sample: Sample
-    gap_s: float = 0.0
-
-    @property
-    def ttft_s(self) -> float:
-        return self.sample.first - self.sample.start
-
-    @property
-    def tpot_s(self) -> float:
-        return (self.sample.last - self.sample.first) / max(1, self.sample.completion_tokens - 1)
-
-    @property
-    def is_good(self) -> bool:
-        return self.ttft_s <= GOOD_TTFT_S and self.tpot_s <= GOOD_TPOT_S
+def is_good(sample: Sample) -> bool:
+    """Returns whether an answer came soon enough, by its first token and by later ones."""
+    return sample.ttft_s <= GOOD_TTFT_S and sample.tpot_s <= GOOD_TPOT_S
 
 
-async def open_loop(target: Target, bodies: Sequence[bytes], rate: float) -> list[Answer]:
+async def open_loop(target: Target, bodies: Sequence[bytes], rate: float) -> list[Sample]:
     """Sends each body at its time; intervals are exponential, and the same in each run."""
     due = np.cumsum(np.random.default_rng(11).exponential(1 / rate, len(bodies)))
     return await send_at(target, bodies, due.tolist(), time.monotonic(), _TIMEOUT_S)
 
 
-async def closed_loop(target: Target, bodies: Iterable[bytes], streams: int) -> list[Answer]:
-    """Sends bodies in order, so many at a time."""
-    left, answers = iter(bodies), list[Answer]()
-
-    async def stream() -> None:
-        for body in left:
-            answers.append(await ask(target, body, _TIMEOUT_S))
-
-    await asyncio.gather(*(stream() for _ in range(streams)))
-    return answers
-
-
-async def ask(target: Target, body: bytes, timeout_s: float) -> Answer:
+async def ask(target: Target, body: bytes, timeout_s: float) -> Sample:
     """Sends a body over a connection of its own."""
-    connection = TimedConnection(target)
+    connection = Connection(target)
     try:
-        sample = await connection.post(body, timeout_s)
+        return await connection.post(body, timeout_s)
     finally:
         connection.close()
-    times = [when for when, _ in connection.arrivals]
-    return Answer(sample, max([b - a for a, b in pairwise(times)], default=0.0))
 
 
 async def send_at(
     target: Target, bodies: Sequence[bytes], due: Sequence[float], start: float, timeout_s: float
-) -> list[Answer]:
+) -> list[Sample]:
     """Sends each body at its time, in seconds from `start` of the monotonic clock."""
 
-    async def send(body: bytes, at: float) -> Answer:
+    async def send(body: bytes, at: float) -> Sample:
         await asyncio.sleep(start + at - time.monotonic())
         return await ask(target, body, timeout_s)
 
@@ -117,33 +85,27 @@ def measure(workload: str, url: str, seconds: float, seed: int) -> dict[str, Any
         bodies = list(request_bodies(row, model, seed))
         asyncio.run(open_loop(target, bodies[: row.num_warmup], float(rate)))
         answers = asyncio.run(open_loop(target, bodies[row.num_warmup :], float(rate)))
-    elif (row := _CLOSED[name]).concurrency <= _TIMED_STREAMS:
-        bodies = list(request_bodies(row, model, seed))
-        asyncio.run(closed_loop(target, bodies[: row.num_warmup], row.concurrency))
-        answers = asyncio.run(closed_loop(target, bodies[row.num_warmup :], row.concurrency))
     else:
-        samples, _ = run_row(row, target, request_bodies(row, model, seed), _TIMEOUT_S)
-        answers = [Answer(sample) for sample in samples]
+        row = _CLOSED[name]
+        answers, _ = run_row(row, target, request_bodies(row, model, seed), _TIMEOUT_S)
     return {"workload": workload} | figures(answers)
 
 
-def figures(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Rates, and percentiles in milliseconds. Gaps of closed loops of many streams are not
-    measured: 0.
-    """
-    whole = [answer for answer in answers if not answer.sample.error]
+def figures(answers: Sequence[Sample]) -> dict[str, Any]:
+    """Rates, and percentiles in milliseconds."""
+    whole = [answer for answer in answers if not answer.error]
     if not whole:
-        raise SystemExit(f"no request was answered: {answers[0].sample.error}")
-    start = min(answer.sample.start for answer in answers)
-    wall_s = max(answer.sample.end for answer in answers) - start
+        raise SystemExit(f"no request was answered: {answers[0].error}")
+    start = min(answer.start for answer in answers)
+    wall_s = max(answer.end for answer in answers) - start
 
     def percentiles(values: Sequence[float]) -> list[float]:
         return [round(1e3 * float(v), 2) for v in np.percentile(values, (50, 99))]
 
     return {
-        "good_per_s": round(sum(answer.is_good for answer in whole) / wall_s, 2),
+        "good_per_s": round(sum(map(is_good, whole)) / wall_s, 2),
         "requests_per_s": round(len(whole) / wall_s, 2),
-        "tokens_per_s": round(sum(a.sample.completion_tokens for a in whole) / wall_s, 1),
+        "tokens_per_s": round(sum(answer.completion_tokens for answer in whole) / wall_s, 1),
         "ttft_ms": percentiles([answer.ttft_s for answer in whole]),
         "tpot_ms": percentiles([answer.tpot_s for answer in whole]),
         "gap_ms": percentiles([answer.gap_s for answer in whole]),

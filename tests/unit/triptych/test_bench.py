@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks import serve
-from benchmarks.client import Connection, Target
+from benchmarks.client import Connection, Sample, Target
 from benchmarks.peers import FLOORS, TARGETS, VLLM
 from benchmarks.report import RowResult, times_better
 from benchmarks.workloads import ROWS, WORDS, random_image, request_bodies, row_named, scaled
@@ -78,6 +78,7 @@ def test_a_run_measures_writes_and_succeeds(
     assert row["num_errors"] == 0
     assert row["completion_tokens"] == row["row"]["output_tokens"]
     assert 2.0 <= row["tpot_ms"]["p50"] < row["e2e_ms"]["p99"] / 10
+    assert row["tpot_ms"]["p50"] <= row["gap_ms"]["p50"] <= row["e2e_ms"]["p50"]
     assert row["ttft_ms"]["p50"] <= row["ttft_ms"]["p99"] <= row["e2e_ms"]["p99"]
     assert stub.most_in_flight == row["row"]["concurrency"] == 6
     assert (tmp_path / "serve.png").stat().st_size > 10_000
@@ -113,6 +114,28 @@ def test_a_server_of_openais_fields_alone_can_be_measured(stub: StubServer) -> N
     assert serve.main(arguments) == 0
     assert stub.bodies
     assert not any("ignore_eos" in body for body in stub.bodies)
+
+
+def test_the_longest_gap_lies_between_two_events_with_content() -> None:
+    """The time to the first content is no gap, and neither is one that an event without any cuts.
+
+    The first token of four comes after 2 s, and the others after 0.5, 3 and 1 s.
+    """
+    connection = Connection(Target.from_url("http://127.0.0.1:9"))
+    sample = connection._sample = Sample(start=100.0)
+    for now, text in (
+        (101.0, ""),
+        (102.0, "a"),
+        (102.5, "b"),
+        (104.0, ""),
+        (105.5, "c"),
+        (106.5, "d"),
+    ):
+        connection._read_event({"choices": [{"delta": {"content": text}}]}, now)
+    connection._read_event(
+        {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 4}}, 107
+    )
+    assert (sample.ttft_s, sample.tpot_s, sample.gap_s) == (2.0, 1.5, 3.0)
 
 
 async def test_a_request_that_takes_too_long_is_an_error(stub: StubServer) -> None:

@@ -7,16 +7,15 @@ import pytest
 
 from benchmarks import pages
 from benchmarks.client import Sample, Target
-from benchmarks.step_frontier import Answer
 from benchmarks.workloads import chat_body
 from tests.unit.triptych.stub_server import StubServer
 
 _TINY = ["--size", "120x160", "--tokens", "5", "--at-once", "3"]
 
 
-def answer(end: float, error: str = "") -> Answer:
+def answer(end: float, error: str = "") -> Sample:
     """An answer of four seconds with five tokens."""
-    return Answer(Sample(end - 4, end - 3, end - 1, end, 100, 5, error), gap_s=0.7)
+    return Sample(end - 4, end - 3, end - 1, end, 100, 5, error, gap_s=0.7)
 
 
 def test_a_window_counts_the_pages_that_end_in_it() -> None:
@@ -35,7 +34,7 @@ def test_first_requests_begin_one_by_one(stub: StubServer) -> None:
     bodies = [chat_body("stub", f"page {number}", 1000) for number in range(4)]
     bodies[1:1] = [chat_body("stub", "short", 1)]
     answers = asyncio.run(pages.staggered_loop(target, bodies, 3, 0.6, 1.5))
-    assert [each.sample.completion_tokens for each in answers] == [1]
+    assert [each.completion_tokens for each in answers] == [1]
     starts = [body["messages"][0]["content"][-1]["text"] for body in stub.bodies]
     assert starts == ["page 0", "short", "page 1", "page 2"]
     assert stub.most_in_flight == 3
