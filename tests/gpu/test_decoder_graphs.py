@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,6 +169,36 @@ def test_a_captured_crowd_agrees_with_the_eager_one(
 ) -> None:
     kind = CrowdedGraphs if decodes > 64 else MixedGraphs
     check_captured(crowd, kind, decodes, chunks, {1: 37})
+
+
+@needs_flashinfer
+@pytest.mark.parametrize(("decodes", "padded"), [(70, 72), (131, 144)])
+def test_samples_of_a_step_without_a_graph_are_padded(
+    crowd: Harness, monkeypatch: pytest.MonkeyPatch, decodes: int, padded: int
+) -> None:
+    """To a number of captured decodes, for which cuBLAS has loaded its kernels."""
+    running = [crowd.start(ids, row) for row, ids in enumerate(prompts(decodes))]
+    for sequence in running:
+        crowd.step(crowd.chunk(sequence))
+    token_ids = np.random.default_rng(decodes).integers(0, 150000, 2200).tolist()
+    running.append(crowd.start(token_ids, decodes))
+    step = [*map(crowd.chunk, running[:-1]), crowd.chunk(running[-1], 2100)]
+    eager = crowd.logits(*step)[:decodes]
+    assert crowd.runner.computer.stage(crowd.step_of(*step).compute).graphs is None
+    compute, found = crowd.model.logits, list[torch.Tensor]()
+
+    def noted(hidden: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        found.append(compute(hidden, **keywords))
+        return found[-1]
+
+    monkeypatch.setattr(crowd.model, "logits", noted)
+    tokens = crowd.launch(*step).result().token_ids[:, 0].tolist()
+    (logits,) = found
+    assert len(logits) == padded
+    assert relative(logits[:decodes], eager) < 5e-2  # GEMMs of another size, as above
+    assert tokens == greedy(logits[:decodes]).tolist()
+    for sequence in running:
+        crowd.finish(sequence)
 
 
 def check_captured(

@@ -202,7 +202,7 @@ def test_a_kind_of_step_whose_capture_fails_runs_eagerly(
 def test_eager_steps_sample_as_many_rows_as_captured_decodes_beside_graphs(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Libraries of GEMMs load a kernel for another number of rows while the device stands still."""
+    """A library of GEMMs loads a kernel for each further number, and waits for the device then."""
     harness = Harness(directory)
     computer, rows = harness.runner.computer, list[int]()
     logits = computer.model.logits
@@ -231,9 +231,9 @@ def test_eager_steps_sample_as_many_rows_as_captured_decodes_beside_graphs(
     assert rows == [6, 6, 6, 6]
 
 
-def test_more_samples_than_sequences_are_not_padded() -> None:
+def test_samples_are_padded_to_the_next_number_of_captured_decodes() -> None:
     assert [padded_decodes(n, 256) for n in (0, 1, 5, 65, 129, 256)] == [1, 1, 6, 72, 144, 256]
-    assert padded_decodes(300, 256) == 300
+    assert [padded_decodes(n, 10) for n in (7, 9, 10)] == [8, 10, 10]
 
 
 def test_a_capture_without_memory_is_an_error(directory: Path) -> None:

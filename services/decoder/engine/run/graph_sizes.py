@@ -1,6 +1,7 @@
 """The sizes of steps for which CUDA graphs are captured. A step is padded to the next size."""
 
 from collections.abc import Sequence
+from functools import cache
 
 from kernels.tuning import (
     LEAST_CAPTURED_LONG,
@@ -12,7 +13,8 @@ from kernels.tuning import (
 )
 
 
-def decode_buckets(max_num_sequences: int) -> list[int]:
+@cache
+def decode_buckets(max_num_sequences: int) -> Sequence[int]:
     """Returns the batch sizes to capture decodes for.
 
     Sizes are dense where a step is short, and above that add at most an eighth of padding.
@@ -21,16 +23,14 @@ def decode_buckets(max_num_sequences: int) -> list[int]:
     while sizes[-1] < max_num_sequences:
         step = max(4, 1 << (sizes[-1].bit_length() - 4))
         sizes.append(sizes[-1] + step)
-    return sorted({min(size, max_num_sequences) for size in sizes})
+    return tuple(sorted({min(size, max_num_sequences) for size in sizes}))
 
 
 def padded_decodes(num_decodes: int, max_num_sequences: int) -> int:
-    """Returns the least of `decode_buckets` that is not below `num_decodes`.
-
-    More decodes than there are sequences, of which several belong to drafts, are not padded.
+    """Returns the least of `decode_buckets` that is not below `num_decodes`, of which there are at
+    most `max_num_sequences`.
     """
-    sizes = decode_buckets(max_num_sequences)
-    return next((size for size in sizes if size >= num_decodes), num_decodes)
+    return next(size for size in decode_buckets(max_num_sequences) if size >= num_decodes)
 
 
 def prompt_buckets(max_num_tokens: int) -> list[int]:

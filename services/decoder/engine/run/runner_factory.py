@@ -575,7 +575,7 @@ def _warm_up(
         mixed = mixed_buckets(longest) if backend.captures("mixed") else []
         hiding = model.ops.table.facts.launch_hiding_tokens
         crowded = crowded_buckets(longest if mixed else 0, info.max_num_sequences, hiding)
-        decodes = decode_buckets(info.max_num_sequences)
+        decodes = list(decode_buckets(info.max_num_sequences))
         parts, memory = runner.computer.parts, GraphMemory()
         wanted: list[tuple[Graphs, list[int]]] = [(MixedGraphs(parts, memory), mixed)]
         if crowded:

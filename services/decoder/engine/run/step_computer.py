@@ -217,10 +217,12 @@ class StepComputer:
     def _run_eagerly(self, step: ComputeStep, inputs: StepInputs) -> Computed:
         """Runs an uploaded step without a graph.
 
-        After the last layer's attention, only the sampled tokens are computed. Where other steps
-        have graphs, their number is padded to one for which decodes are captured. Libraries of
-        GEMMs load a kernel when it is first used, and that waits until the device has computed all
-        steps in flight. The kernels of the captured numbers were loaded by the warm-up.
+        The head, and in most models the last layer's projections behind attention, are computed for
+        the sampled tokens alone. Where other steps have graphs, the number of these tokens is
+        padded to one for which decodes are captured. A library of GEMMs loads a kernel when it is
+        first used, and waits for that until the device has computed all steps in flight. Most
+        kernels for the captured numbers were loaded by the warm-up: a few differ, where eager steps
+        choose others than graphs.
         """
         assert inputs.places.sampled_tokens is not None
         sampled = self.staging.device(inputs.places.sampled_tokens)

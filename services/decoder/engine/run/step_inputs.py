@@ -39,8 +39,8 @@ class Places:
         tokens: `[6, T]` int32, see `kernels.rows.OfToken`.
         chunks: `[4, S]` int32, see `kernels.rows.OfChunk`.
         sampled_rows: `[B]` int64, rows of the samples. None if each chunk samples.
-        sampled_tokens: `[B]` int64, indices of the tokens that are sampled, with padding in steps
-            without a graph. None if each chunk samples.
+        sampled_tokens: `[n]` int64, indices of the tokens that are sampled, and then padding, which
+            steps without a graph have only beside graphs of others. None if each chunk samples.
         work: work list of attention, see `AttentionBackend.list_work`. None if there is no list.
         visual_mask: `[T]` int32, not 0 at image tokens. None if no token can be an image token.
         cu_query_lens: `[S + 1]` int32. None if the model has no recurrent states.
