@@ -7,14 +7,17 @@ training reads are not looked at. This file imports no torch, because the gatewa
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from blake3 import blake3
 
 from services.common.model_spec import ModelSpecError, read_json
+
+NumberT = TypeVar("NumberT", int, float)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
@@ -100,7 +103,7 @@ class AdapterConfig:
         config = read_json(directory / CONFIG)
         try:
             return cls._of(directory, config)
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, AdapterError):
                 raise
             raise AdapterError(f"{directory}/{CONFIG} is malformed: {error}") from None
@@ -125,11 +128,11 @@ class AdapterConfig:
             directory=directory,
             rank=int(config.get("r", 8)),
             alpha=float(config.get("lora_alpha", 8)),
-            alpha_pattern={k: float(v) for k, v in _patterns(config, "alpha_pattern").items()},
-            rank_pattern={k: int(v) for k, v in _patterns(config, "rank_pattern").items()},
+            alpha_pattern=_patterns(config, "alpha_pattern", float),
+            rank_pattern=_patterns(config, "rank_pattern", int),
             uses_rslora=bool(config.get("use_rslora")),
             uses_dora=bool(config.get("use_dora")),
-            saved_modules=tuple(config.get("modules_to_save") or ()),
+            saved_modules=_names(config, "modules_to_save"),
             base_model=str(config.get("base_model_name_or_path") or ""),
         )
         for rank in (found.rank, *found.rank_pattern.values()):
@@ -157,18 +160,51 @@ class AdapterConfig:
         return int(_of_pattern(self.rank_pattern, module, self.rank))
 
 
-def _patterns(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return cast("dict[str, Any]", config.get(name) or {})
+def _patterns(
+    config: Mapping[str, Any], name: str, kind: Callable[[Any], NumberT]
+) -> dict[str, NumberT]:
+    """Returns the numbers of an option by patterns, each of which is a regular expression.
+
+    Raises:
+        ValueError: a pattern is no regular expression.
+    """
+    found = cast("dict[str, Any]", config.get(name) or {})
+    for pattern in found:
+        try:
+            _compiled(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"{name} has {pattern!r}, which is no regular expression: {error}"
+            ) from None
+    return {pattern: kind(value) for pattern, value in found.items()}
+
+
+def _names(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Returns an option that is a list of names.
+
+    Raises:
+        ValueError: the option is something else.
+    """
+    found: object = config.get(name) or []
+    names = cast("list[object]", found) if isinstance(found, list) else [None]
+    if not all(isinstance(each, str) for each in names):
+        raise ValueError(f"{name} {found!r} is not a list of names")
+    return tuple(cast("list[str]", names))
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Returns the expression for the end of a module's name, as PEFT's `get_pattern_key` has it."""
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _of_pattern(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
-    """Returns the value of the first pattern that matches the end of a module's name, as PEFT's
-    `get_pattern_key` chooses it. A pattern may also name the module's weight, which is what
-    `target_parameters` name.
+    """Returns the value of the first pattern that matches the end of a module's name. A pattern may
+    also name the module's weight, which is what `target_parameters` name.
     """
     for name in (module, f"{module}.weight"):
         for pattern, value in patterns.items():
-            if re.match(rf"(.*\.)?({pattern})$", name):
+            if _compiled(pattern).match(name):
                 return value
     return otherwise
 

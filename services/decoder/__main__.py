@@ -148,6 +148,11 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
         """Returns whether any sequence has not ended."""
         return self._front.is_busy
 
+    @property
+    def is_loading(self) -> bool:
+        """Returns whether the engine loads an adapter."""
+        return self._front.adapters.is_loading
+
     async def run(self) -> None:
         """Forwards the engine's events until the engine process ends."""
         await self._front.run()

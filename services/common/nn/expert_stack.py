@@ -17,7 +17,7 @@ from services.common.nn.adapter_stack import AdapterRows, all_finite, held
 from services.common.nn.linear import Linear
 
 # A module of one expert, as files name it that hold a tensor for each expert.
-MODULE = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
+MODULE = re.compile(r"(.+\.experts)\.(\d{1,9})\.(gate_proj|up_proj|down_proj)")
 
 
 @dataclass(frozen=True, slots=True)

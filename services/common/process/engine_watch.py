@@ -2,7 +2,7 @@
 
 A front pings its engine, rarely while there is no work, and the engine answers between two steps. A
 step takes a second at most on a GPU. On a CPU it may take minutes; then the process uses the CPU,
-or waits for one.
+or waits for one. Files that the engine loads between two steps may lie on a slow disk.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from services.common.process.front_process import FrontProcess
 from services.common.process.heartbeat import Ping
 
 MAX_SILENCE_S = 8.0
+MAX_LOADING_S = 120.0  # as long as gateways wait for the answer
 _PERIOD_S = 1.0
 _IDLE_PERIOD_S = 5.0  # between pings without work, so that `silence_s` stays small
 _MIN_TICKS = 2  # clock ticks of CPU time between two checks that count as computing
@@ -27,6 +28,7 @@ class EngineWatch:
         front: front of the engine, which knows whether the engine has work.
         on_gpu: True if the engine computes on a GPU, where using a CPU is no sign of progress.
         max_silence_s: longest time without a sign of life while there is work.
+        max_loading_s: the same, while the engine loads files.
         period_s: time between two checks.
         idle_period_s: time between two pings while there is no work.
     """
@@ -38,13 +40,14 @@ class EngineWatch:
         *,
         on_gpu: bool,
         max_silence_s: float = MAX_SILENCE_S,
+        max_loading_s: float = MAX_LOADING_S,
         period_s: float = _PERIOD_S,
         idle_period_s: float = _IDLE_PERIOD_S,
     ) -> None:
         self._engine = engine
         self._front = front
         self._on_gpu = on_gpu
-        self._max_silence_s = max_silence_s
+        self._max_silence_s, self._max_loading_s = max_silence_s, max_loading_s
         self._period_s = period_s
         self._idle_period_s = idle_period_s
         self._cpu = CpuUse(engine.process.pid)
@@ -62,7 +65,8 @@ class EngineWatch:
                 self._idle_at = now
             if not self._on_gpu and self._cpu.is_used():  # waiting for a GPU may use a CPU, too
                 self._engine.computed_at = now
-            if min(self._engine.silence_s, now - self._idle_at) > self._max_silence_s:
+            most_s = self._max_loading_s if self._front.is_loading else self._max_silence_s
+            if min(self._engine.silence_s, now - self._idle_at) > most_s:
                 return
             if is_busy or now - self._pinged_at >= self._idle_period_s:
                 self._pinged_at = now

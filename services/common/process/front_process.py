@@ -63,6 +63,11 @@ class FrontProcess(ABC, Generic[SettingsT]):
     def is_busy(self) -> bool:
         """Returns whether the engine has work."""
 
+    @property
+    def is_loading(self) -> bool:
+        """Returns whether the engine loads files between two steps, which may take minutes."""
+        return False
+
     @abstractmethod
     async def run(self) -> None:
         """Handles the engine's messages until the engine process has ended."""

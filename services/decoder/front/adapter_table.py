@@ -78,6 +78,11 @@ class AdapterTable:
             found = LoadedAdapter(name, digest, root, slot, adapts_tower=adapts_tower(directory))
             self._by_digest[found.digest] = found
 
+    @property
+    def is_loading(self) -> bool:
+        """Returns whether the engine has messages about slots that it has not answered."""
+        return bool(self._waiting)
+
     def described(self) -> list[pb.Adapter]:
         """Returns the adapters that new sequences may have."""
         return [

@@ -5,6 +5,7 @@ made when the first adapter changes the layer. The embedding table and the outpu
 replaced as a whole (`modules_to_save`).
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +24,17 @@ from services.common.nn.experts import Experts, Router, StackedLinear
 from services.common.nn.linear import Linear
 from services.decoder.models.base import DRAFT_HEAD
 
+logger = logging.getLogger(__name__)
+
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+# Errors of Python in what an adapter's files hold. An error of the device is a `RuntimeError`: its
+# memory cannot be trusted after that.
+_OF_FILES = ArithmeticError, AttributeError, LookupError, TypeError, ValueError
+
+
+def _malformed(directory: object, error: Exception) -> str:
+    """Returns the reason for which an adapter with an error that nobody foresaw is refused."""
+    return f"{directory} is malformed: {type(error).__name__}: {error}"
 
 
 @dataclass(slots=True)
@@ -95,6 +106,9 @@ class Adapters:
             adapter = Adapter.read(AdapterConfig.read(directory))
         except ModelSpecError as error:
             problem = str(error)
+        except Exception as error:  # Only the files can be at fault: no device takes part.
+            logger.exception("%s: the adapter cannot be read", directory)
+            problem = _malformed(directory, error)
         self._refuse_together(problem)
         assert adapter is not None
         self.load_together(slot, adapter)
@@ -110,6 +124,9 @@ class Adapters:
             self.load(slot, adapter)
         except AdapterError as error:
             problem = str(error)
+        except _OF_FILES as error:
+            logger.exception("%s: the adapter cannot be loaded", adapter.config.directory)
+            problem = _malformed(adapter.config.directory, error)
         except torch.OutOfMemoryError as error:
             problem = str(error).partition("\n")[0] or "the device's memory is full"
             if self.ranks.count > 1 and adapter.config.uses_dora:

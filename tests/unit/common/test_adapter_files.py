@@ -64,3 +64,36 @@ def test_a_saved_module_that_the_file_lacks_is_refused_by_name(tmp_path: Path, m
     write(tmp_path, *(name for name in tensors if module not in name), **modules)
     with pytest.raises(AdapterError, match=f"no tensor of {module}, which modules_to_save names"):
         Adapter.read(AdapterConfig.read(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (
+            {"alpha_pattern": {"*.q_proj": 16}},
+            r"alpha_pattern has '\*.q_proj', which is no regular",
+        ),
+        ({"rank_pattern": {"layers.(0|1": 4}}, "rank_pattern has 'layers.\\(0|1', which is no"),
+        ({"rank_pattern": {"q_proj": "many"}}, "malformed: invalid literal"),
+        ({"rank_pattern": ["q_proj"]}, "malformed"),
+        ({"modules_to_save": [1]}, r"modules_to_save \[1\] is not a list of names"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save 'lm_head' is not a list of names"),
+        ({"lora_alpha": 10**400}, "malformed: int too large"),
+        ({"lora_alpha": [8]}, "malformed"),
+        ({"r": None}, "malformed"),
+    ],
+)
+def test_a_malformed_configuration_is_refused_before_the_engine_reads_it(
+    tmp_path: Path, config: dict[str, Any], problem: str
+) -> None:
+    """An error that nobody expects there ends the engine with all of its sequences."""
+    write(tmp_path, **config)
+    with pytest.raises(AdapterError, match=problem):
+        AdapterConfig.read(tmp_path)
+
+
+def test_patterns_match_as_pefts(tmp_path: Path) -> None:
+    write(tmp_path, rank_pattern={r"layers\.[01]\..*_proj": 2, "q_proj": 3}, lora_alpha=8)
+    config = AdapterConfig.read(tmp_path)
+    names = "model.layers.1.mlp.up_proj", "model.layers.2.self_attn.q_proj", "layers.2.mlp.up_proj"
+    assert [config.rank_of(name) for name in names] == [2, 3, 4]

@@ -38,6 +38,7 @@ class Channel:
 @dataclass
 class Front:
     is_busy: bool
+    is_loading: bool = False
 
 
 BUSY, IDLE = Front(is_busy=True), Front(is_busy=False)
@@ -115,6 +116,18 @@ async def test_an_engine_that_answers_does_not_hang(engine):
     engine.channel.answers = True
     os.kill(engine.process.pid, signal.SIGSTOP)
     assert not await hangs_within(watch_of(engine, BUSY, on_gpu=True), 2)
+
+
+@SLEEPING
+async def test_an_engine_that_loads_files_may_be_silent_for_longer(engine):
+    """From a slow disk, for instance, and not without end. After it, the usual limit holds."""
+    front = Front(is_busy=True, is_loading=True)
+    watch = watch_of(engine, front, on_gpu=True, max_silence_s=0.5, max_loading_s=3.0)
+    assert not await hangs_within(watch, 1.5)
+    assert await hangs_within(watch, PATIENCE_S)
+    engine.computed_at = time.monotonic()
+    front.is_loading = False
+    assert await hangs_within(watch_of(engine, front, on_gpu=True, max_silence_s=0.5), 2.5)
 
 
 @SLEEPING

@@ -200,3 +200,43 @@ def test_a_product_of_dora_that_is_not_finite_is_refused(tmp_path: Path) -> None
     with pytest.raises(AdapterError, match=f"{name} has values"):
         adapters.load(0, found)
     assert not any(stack.used for stack in adapters._stacks().values())
+
+
+def test_an_expert_with_an_endless_number_is_refused(tmp_path: Path) -> None:
+    """Python converts at most 4,300 digits to a number."""
+    directory, tensors = write(tmp_path / "adapter", "experts by name")
+    name = f"{PREFIX}model.layers.1.mlp.experts.{'9' * 5000}.gate_proj.lora_"
+    tensors |= {
+        f"{name}A.weight": torch.ones(RANK, HIDDEN),
+        f"{name}B.weight": torch.ones(INNER, RANK),
+    }
+    save_file(tensors, directory / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match="is not a linear layer of the model"):
+        adapters_of(tmp_path, "cpu").load_files(1, str(directory))
+
+
+@pytest.mark.parametrize("failing", ["read", "load"])
+def test_an_error_that_nobody_foresaw_refuses_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Other adapters and all sequences go on, and the slot is empty."""
+    directory, _ = write(tmp_path / "adapter", "linears")
+    adapters = adapters_of(tmp_path, "cpu")
+    loaded = Adapters.load
+
+    def load(self: Adapters, slot: int, adapter: Adapter) -> None:
+        loaded(self, slot, adapter)
+        raise KeyError("odd")
+
+    def read(_: AdapterConfig) -> Adapter:
+        raise RecursionError("odd")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            *((Adapters, "load", load) if failing == "load" else (Adapter, "read", read))
+        )
+        with pytest.raises(AdapterError, match=r"adapter is malformed: \w+Error: '?odd"):
+            adapters.load_files(1, str(directory))
+    assert not any(stack.used for stack in adapters._stacks().values())
+    adapters.load_files(1, str(directory))
+    assert any(stack.used for stack in adapters._stacks().values())
