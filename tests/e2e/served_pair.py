@@ -56,6 +56,7 @@ class Pair:
         length, tokens, logprobs = self.oracle.answer(
             plain(messages), videos, images, NUM_TOKENS, cap
         )
+        assert len(set(tokens)) > 1, "a constant answer shows nothing"
         answer = self.ask(messages, **fields)
         assert answer["usage"]["prompt_tokens"] == length
         assert answer["choices"][0]["token_ids"] == tokens
