@@ -5,9 +5,13 @@ waits gets a place, which is its virtual start time. The place is that of the te
 piece of work plus the cost of the previous piece over the tenant's weight, or the current virtual
 time if the tenant has nothing waiting. The lowest place is served next.
 
-A tenant without waiting work is never behind the backlog of another tenant. With a single tenant
-the order is the order of arrival. For example, if `a` submits three pieces of cost 1 at virtual
-time 0 and `b` submits one afterwards, the places are a: 0, 1, 2 and b: 0, so `b` is served second.
+A tenant without waiting work is never behind the backlog of another tenant. Therefore work that
+leaves the queue without being done is given back with `refund`. It must not be reported with
+`served`, because that would take the virtual time past the work that waits before it.
+
+With a single tenant the order is the order of arrival. For example, if `a` submits three pieces of
+cost 1 at virtual time 0 and `b` submits one afterwards, the places are a: 0, 1, 2 and b: 0, so `b`
+is served second.
 
 Work in the background has an order of its own behind all other work.
 """
@@ -66,7 +70,29 @@ class FairOrder:
             weight: weight of the tenant.
             cost: cost of the work, in a unit that is the same for all tenants.
         """
+        if self._behind is not None and place >= _BEHIND:
+            self._behind.charge(tenant, place - _BEHIND, weight=weight, cost=cost)
+            return
         self._ends[tenant] = max(place, self._ends.get(tenant, 0.0)) + cost / weight
+
+    def refund(self, tenant: str, place: float, *, weight: float = 1.0, cost: float = 1.0) -> None:
+        """Takes back the cost of work that has left the queue without being done. The tenant's next
+        pieces of work get earlier places. Waiting work keeps its place.
+
+        Args:
+            place: place of the work.
+            weight: weight of the tenant.
+            cost: cost with which the work was placed.
+        """
+        if self._behind is not None and place >= _BEHIND:
+            self._behind.refund(tenant, place - _BEHIND, weight=weight, cost=cost)
+            return
+        # The part of the cost before the virtual time delays no work of the tenant any more.
+        refunded = min(cost / weight, place + cost / weight - self._now)
+        if refunded > 0 and tenant in self._ends:
+            self._ends[tenant] -= refunded
+            if self._ends[tenant] <= self._now:
+                del self._ends[tenant]
 
     def served(self, place: float) -> None:
         """Records that the work at a place has left the queue and is being done."""

@@ -18,8 +18,31 @@ class Share:
 NOBODY = Share()  # callers without a key
 
 
+@dataclass(slots=True, eq=False)
+class AdmittedImage:
+    """An image in work.
+
+    Attributes:
+        share: the share that the image is charged to.
+        num_patches: number of the image's patches, before merging.
+        rank: place among the images that wait; the lowest is next.
+        has_run: True if the tower has computed the image.
+        is_refunded: True if the image's cost was given back.
+    """
+
+    share: Share
+    num_patches: int
+    rank: float
+    has_run: bool = False
+    is_refunded: bool = False
+
+
 class Admission:
     """Counts the images in work, and ranks the images that wait. One event loop uses it.
+
+    A tenant is charged for the images that the tower computes. An image is charged when it enters,
+    and its cost is given back if it leaves before it was computed, for example because Redis has
+    the embedding.
 
     Args:
         max_patches: the most patches of all images in work, before merging.
@@ -34,22 +57,38 @@ class Admission:
         """Number of patches of the images in work, before merging."""
         return self._capacity.used
 
-    def enter(self, share: Share, num_patches: int) -> float | None:
-        """Admits an image, and returns its rank; the lowest rank is next.
-
-        Returns None if too many patches are in work.
-        """
+    def enter(self, share: Share, num_patches: int) -> AdmittedImage | None:
+        """Admits an image. Returns None if too many patches are in work."""
         if not self._capacity.allows(share.tenant, num_patches):
             return None
         self._capacity.take(share.tenant, num_patches)
+        return AdmittedImage(share, num_patches, self._place(share, num_patches))
+
+    def ran(self, image: AdmittedImage) -> None:
+        """Records that the tower has computed an image. The image may have left already, because
+        the tower completes an image that it has begun.
+        """
+        image.has_run = True
+        self._order.served(image.rank)
+        if image.is_refunded:
+            image.is_refunded = False
+            share = image.share
+            self._order.charge(
+                share.tenant, image.rank, weight=share.weight, cost=image.num_patches
+            )
+
+    def leave(self, image: AdmittedImage) -> None:
+        """Records that an image is no longer in work. Called once for each image."""
+        self._capacity.release(image.share.tenant, image.num_patches)
+        if not image.has_run:
+            image.is_refunded = True
+            self._refund(image)
+
+    def _place(self, share: Share, num_patches: int) -> float:
         return self._order.place(
             share.tenant, weight=share.weight, cost=num_patches, background=share.background
         )
 
-    def ran(self, rank: float) -> None:
-        """Notes that the engine has finished an image of this rank."""
-        self._order.served(rank)
-
-    def leave(self, share: Share, num_patches: int) -> None:
-        """Notes that an admitted image is no longer in work."""
-        self._capacity.release(share.tenant, num_patches)
+    def _refund(self, image: AdmittedImage) -> None:
+        share = image.share
+        self._order.refund(share.tenant, image.rank, weight=share.weight, cost=image.num_patches)

@@ -14,7 +14,7 @@ from services.common.embeddings.embedding_write import EmbeddingWrite
 from services.common.embeddings.store import Lookup, Tier
 from services.common.errors import Overloaded
 from services.encoder.engine.messages import StageTimes
-from services.encoder.front.admission import Admission
+from services.encoder.front.admission import Admission, AdmittedImage
 from services.encoder.front.engine_client import EngineClient, EngineJob
 from services.encoder.front.source_store import SourceStore, Work
 from services.encoder.metrics import EncoderMetrics
@@ -28,12 +28,14 @@ class _Encode:
 
     Attributes:
         job: the engine's job.
+        image: the image as it was admitted.
         begun_at: time at which the lookup started, as `time.monotonic()`.
         num_queued_patches: number of patches of all images that the engine had at that time, with
             this image.
     """
 
     job: EngineJob
+    image: AdmittedImage
     begun_at: float
     num_queued_patches: int
 
@@ -87,17 +89,17 @@ class TowerTier(Tier[Work]):
         """
         source, unit, share, tower = lookup.inputs
         is_full = self._queued_bytes + source.num_bytes > self._max_queued_bytes
-        rank = None if is_full else self._admission.enter(share, unit.num_patches)
-        if rank is None:
+        image = None if is_full else self._admission.enter(share, unit.num_patches)
+        if image is None:
             retry_after_s = min(max(self._backlog_s(), 1.0), _MAX_RETRY_AFTER_S)
             raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
         try:
-            job = self._engine.submit(source, unit, rank, share.tenant, tower)
+            job = self._engine.submit(source, unit, image.rank, share.tenant, tower)
         except BaseException:
-            self._admission.leave(share, unit.num_patches)
+            self._admission.leave(image)
             raise
         self._queued_bytes += source.num_bytes
-        self._encodes[lookup] = _Encode(job, time.monotonic(), self._admission.num_patches)
+        self._encodes[lookup] = _Encode(job, image, time.monotonic(), self._admission.num_patches)
 
     async def find(self, lookup: Lookup[Work]) -> bool:
         """Gives the engine the memory for the embedding, and waits until the embedding is there."""
@@ -106,7 +108,7 @@ class TowerTier(Tier[Work]):
         encode = self._encodes[lookup]
         write.retain()  # The engine is a writer. It may write even after this call was cancelled.
         self._engine.place(encode.job, write)
-        encode.job.done.add_done_callback(lambda done: self._written(write, encode.job.rank, done))
+        encode.job.done.add_done_callback(lambda done: self._written(write, encode, done))
         times = await asyncio.shield(encode.job.done)
         lookup.seconds |= {
             stage.removesuffix("_s"): seconds
@@ -123,21 +125,21 @@ class TowerTier(Tier[Work]):
         """Ends the work on an image: its patches and bytes no longer count as queued. Stores the
         image's inputs if the lookup has succeeded.
         """
-        source, unit, share, _ = lookup.inputs
-        self._engine.cancel(self._encodes.pop(lookup).job)  # Has no effect if the job has ended.
-        self._admission.leave(share, unit.num_patches)
-        self._queued_bytes -= source.num_bytes
+        encode = self._encodes.pop(lookup)
+        self._engine.cancel(encode.job)  # Has no effect if the job has ended.
+        self._admission.leave(encode.image)
+        self._queued_bytes -= lookup.inputs.source.num_bytes
         if succeeded:
             self._sources.put(lookup.key, lookup.inputs)
 
     def _written(
-        self, write: EmbeddingWrite, rank: float, done: "asyncio.Future[StageTimes]"
+        self, write: EmbeddingWrite, encode: _Encode, done: "asyncio.Future[StageTimes]"
     ) -> None:
         """Handles the end of an engine's job: commits the embedding unless the job has failed, and
         ends the engine's work as a writer.
         """
-        self._admission.ran(rank)
         if done.exception() is None:
+            self._admission.ran(encode.image)
             self._metrics.images_encoded.inc()
             write.commit()
         write.release()

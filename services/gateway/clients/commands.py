@@ -5,6 +5,7 @@ flood wait here, and tenants take turns.
 """
 
 import asyncio
+from dataclasses import dataclass
 
 from services.common.pb import decoder_pb2 as pb
 from services.common.tenancy.fair_order import FairOrder
@@ -15,6 +16,23 @@ _FIRST = -1.0  # place of a cancel, before all submits
 # A batch has at most this many commands, so that a submit of a tenant that rarely sends one is soon
 # behind those in flight, and it takes no further command once it has this many bytes.
 _MAX_BATCH, _BATCH_BYTES = 16, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A submit that waits.
+
+    Attributes:
+        command: the command with the submit.
+        place: place in the fair order.
+        weight: weight of the tenant.
+        cost: cost in the fair order.
+    """
+
+    command: pb.GenerateCommand
+    place: float
+    weight: float
+    cost: int
 
 
 class Commands:
@@ -29,7 +47,7 @@ class Commands:
         self._batches = batches
         self._order = FairOrder()
         self._queue: asyncio.PriorityQueue[tuple[float, int]] = asyncio.PriorityQueue()
-        self._submits: dict[int, pb.GenerateCommand] = {}  # waiting submits, by sequence id
+        self._submits: dict[int, _Waiting] = {}  # waiting submits, by sequence id
 
     def submit(self, submit: pb.Submit) -> None:
         """Adds a sequence. The message is copied, so that the caller can change it for the next
@@ -38,13 +56,19 @@ class Commands:
         cost = _MESSAGE_COST + len(submit.prompt_token_ids) + len(submit.positions)
         weight, background = submit.tenant_weight or 1.0, submit.background
         place = self._order.place(submit.tenant, weight=weight, cost=cost, background=background)
-        self._submits[submit.sequence_id] = pb.GenerateCommand(submit=submit)
+        command = pb.GenerateCommand(submit=submit)
+        self._submits[submit.sequence_id] = _Waiting(command, place, weight, cost)
         self._queue.put_nowait((place, submit.sequence_id))
 
     def cancel(self, sequence_id: int) -> None:
-        """Cancels a sequence. A submit that still waits is dropped and not sent."""
-        if self._submits.pop(sequence_id, None) is None:
+        """Cancels a sequence. A submit that still waits is dropped and not sent, and does not delay
+        the tenant's next submits.
+        """
+        if (waiting := self._submits.pop(sequence_id, None)) is None:
             self._queue.put_nowait((_FIRST, sequence_id))
+            return
+        tenant, weight, cost = waiting.command.submit.tenant, waiting.weight, waiting.cost
+        self._order.refund(tenant, waiting.place, weight=weight, cost=cost)
 
     async def next(self) -> pb.GenerateCommand:
         """Returns the next command, or a batch of commands if several wait and the decoder reads
@@ -65,5 +89,7 @@ class Commands:
         """Returns the command of an entry taken from the queue. None for a cancelled submit."""
         if place == _FIRST:
             return pb.GenerateCommand(cancel=pb.Cancel(sequence_id=sequence_id))
+        if (waiting := self._submits.pop(sequence_id, None)) is None:
+            return None
         self._order.served(place)
-        return self._submits.pop(sequence_id, None)
+        return waiting.command

@@ -80,6 +80,51 @@ def test_a_charge_is_over_the_weight() -> None:
     assert (order.start("a"), order.start("b"), order.start("c")) == (0.5, 2.0, 0.0)
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_tenant_whose_work_was_dropped_is_not_behind_the_backlog_of_another(
+    background: bool,
+) -> None:
+    order = FairOrder()
+    for _ in range(100):
+        place = order.place("a", weight=0.5, cost=3, background=background)
+        order.refund("a", place, weight=0.5, cost=3)
+    first = order.place("b", cost=1, background=background)
+    assert order.place("a", background=background) == first
+
+
+def test_a_refund_takes_back_no_more_than_still_counts() -> None:
+    """What the virtual time has passed is forgiven already, and other work is still charged."""
+    order = FairOrder()
+    old = order.place("a", cost=4)
+    order.served(order.place("b", cost=10))
+    order.served(order.place("b", cost=1))
+    assert (order.now, order.place("a", cost=4)) == (10, 10)
+    order.refund("a", old, cost=4)
+    assert order.start("a") == 14
+    last = order.place("a", cost=4)
+    order.refund("a", last, cost=4)
+    order.refund("a", 10, cost=4)
+    assert order.start("a") == order.start("c") == 10
+
+
+def test_the_charges_of_a_tenant_are_those_of_the_work_that_was_not_dropped() -> None:
+    """Dropping every second piece of work gains nothing."""
+    order, waiting = FairOrder(), list[tuple[float, int, str]]()
+    for number in range(200):
+        waiting.append((order.place("b"), number, "b"))
+        dropped = order.place("a")
+        waiting.append((order.place("a"), number, "a"))
+        order.refund("a", dropped)
+    assert Counter(serve(order, waiting, 100))["a"] == pytest.approx(50, abs=1)
+
+
+def test_a_cost_in_the_background_may_be_known_when_the_work_is_done() -> None:
+    order = FairOrder()
+    place = order.place("a", cost=16, background=True)
+    order.charge("a", place, cost=32)
+    assert order.place("a", background=True) == place + 48 and order.start("a") == 0
+
+
 def test_tenants_that_have_been_served_are_forgotten() -> None:
     order = FairOrder()
     for number in range(1000):

@@ -65,6 +65,18 @@ async def test_a_cancel_goes_before_submits_and_takes_one_that_waits_away() -> N
     assert await take(commands, 3) == [("cancel", 1), ("submit", 2), ("submit", 4)]
 
 
+async def test_submits_that_were_cancelled_do_not_delay_a_tenants_next() -> None:
+    commands = Commands()
+    for sequence_id in range(1, 101):
+        commands.submit(submit(sequence_id, "a"))
+    for sequence_id in range(101, 201):
+        commands.submit(submit(sequence_id, "b"))
+    for sequence_id in range(1, 101):
+        commands.cancel(sequence_id)
+    commands.submit(submit(201, "a"))
+    assert ("submit", 201) in await take(commands, 2)
+
+
 async def test_a_waiting_consumer_gets_what_comes_even_after_it_was_cancelled_once() -> None:
     commands = Commands()
     waiting = asyncio.create_task(commands.next())
