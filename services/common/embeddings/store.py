@@ -126,6 +126,16 @@ class Tier(ABC, Generic[Inputs]):
         """
         return
 
+    def join(self, lookup: Lookup[Inputs], inputs: Inputs) -> None:
+        """Takes note of a further caller that waits for a running lookup. The call must not fail.
+
+        Args:
+            lookup: the running lookup, which another caller has started.
+            inputs: inputs of the further caller. They may differ from those of the lookup, for
+                example by the caller's priority.
+        """
+        return
+
     async def close(self) -> None:
         """Closes the tier, after all lookups have ended."""
         return
@@ -186,6 +196,17 @@ class EmbeddingStore(Generic[Inputs]):
         lookup = self._lookups.get(key)
         has_ended = lookup is None or lookup.task.is_abandoned or lookup.task.task.done()
         return None if has_ended else lookup
+
+    def join(self, lookup: Lookup[Inputs], inputs: Inputs) -> "asyncio.Future[str]":
+        """Returns a future of a running lookup's result for a further caller.
+
+        Args:
+            lookup: the lookup, which `running` has returned.
+            inputs: data that the tiers would need if the caller had started the lookup.
+        """
+        for tier in self._tiers:
+            tier.join(lookup, inputs)
+        return lookup.task.join()
 
     def start(
         self,

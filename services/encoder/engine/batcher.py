@@ -67,9 +67,7 @@ class Batcher:
             tower: index of the tower that encodes the image.
         """
         assert num_patches > 0 and job_id not in self._entries
-        entry = _Entry(rank, job_id, num_patches, is_pair, tower)
-        self._entries[job_id] = entry
-        insort(self._queue, entry)
+        self._insert(_Entry(rank, job_id, num_patches, is_pair, tower))
 
     def remove(self, job_id: int) -> bool:
         """Removes an image from the queue. Returns whether the image was queued."""
@@ -78,6 +76,12 @@ class Batcher:
             return False
         del self._queue[bisect_left(self._queue, entry)]
         return True
+
+    def move(self, job_id: int, rank: float) -> None:
+        """Gives an image another place in the order of the queue, if the image is queued."""
+        if (entry := self._entries.get(job_id)) is not None:
+            self.remove(job_id)
+            self._insert(entry._replace(rank=rank))
 
     def next_batch(self, most_patches: int | None = None) -> list[int]:
         """Removes the images of the next batch from the queue.
@@ -105,3 +109,7 @@ class Batcher:
         for entry in chosen:
             self.remove(entry.job_id)
         return [entry.job_id for entry in chosen]
+
+    def _insert(self, entry: _Entry) -> None:
+        self._entries[entry.job_id] = entry
+        insort(self._queue, entry)

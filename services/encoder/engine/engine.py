@@ -54,6 +54,7 @@ from services.encoder.engine.messages import (
     FeatureDone,
     FrontMessage,
     ImageDone,
+    MoveImage,
     PlaceImage,
     Shutdown,
     StageTimes,
@@ -180,6 +181,10 @@ class Engine:
                 self._queue_preparation(message)
             case PlaceImage() | Ping() | Shutdown():
                 self._mailbox.put(message)
+            case MoveImage():
+                if job := self._jobs.get(message.job_id):
+                    self._move_preparation(job, message.rank)
+                self._mailbox.put(message)
             case CancelImage():
                 if job := self._jobs.get(message.job_id):
                     job.cancelled = True
@@ -198,6 +203,14 @@ class Engine:
         else:
             max_lanes = self._preprocessor.max_decoders(video)
             self._videos.add(video, frames, turn, message.tenant, max_lanes)
+
+    def _move_preparation(self, job: Job, rank: float) -> None:
+        """Gives a job another rank, also in the queue for the pool if the job waits there."""
+        if (video := job.source.video) is None:
+            self._unprepared.move((job.rank, job.job_id), rank)
+        else:
+            self._videos.move(video, job.job_id, rank)
+        job.rank = rank
 
     # Methods of the waiter's thread.
 
@@ -298,6 +311,8 @@ class Engine:
                 # device ends with its batch. Only other jobs end here.
                 if job is not None and (job.waits_for_place or self._unqueue(item.job_id)):
                     self._end(item.job_id, Cancelled("the image was cancelled"))
+            case MoveImage():
+                self._batcher.move(item.job_id, item.rank)
             case PlaceImage():
                 if job := self._jobs.get(item.job_id):
                     job.arena_offset = item.arena_offset
@@ -490,7 +505,7 @@ class Engine:
 
 # Items of the mailbox. A `Job` has come back from the pool. The waiter puts the value
 # `None` when a batch has ended.
-_Item = Job | PlaceImage | CancelImage | Ping | Shutdown | None
+_Item = Job | PlaceImage | MoveImage | CancelImage | Ping | Shutdown | None
 
 
 def _device_error(error: Exception) -> TriptychError:

@@ -47,6 +47,18 @@ class PlaceImage(msgspec.Struct, tag="place"):
     arena_offset: int
 
 
+class MoveImage(msgspec.Struct, tag="move"):
+    """Gives a job another rank, wherever it waits. It is ignored if the job runs or has ended.
+
+    Attributes:
+        job_id: number of the job.
+        rank: the new rank, see `EncodeImage.rank`.
+    """
+
+    job_id: int
+    rank: float
+
+
 class CancelImage(msgspec.Struct, tag="cancel"):
     """Cancels a job, which still ends in one `ImageDone`."""
 
@@ -57,7 +69,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Ends the engine."""
 
 
-FrontMessage = EncodeImage | PlaceImage | CancelImage | Ping | Shutdown
+FrontMessage = EncodeImage | PlaceImage | MoveImage | CancelImage | Ping | Shutdown
 
 
 class EngineReady(msgspec.Struct, tag="ready"):

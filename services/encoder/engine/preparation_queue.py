@@ -7,7 +7,7 @@ for images and for the videos of the remaining tenants. The queue has neither th
 
 import threading
 from collections import Counter
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from services.encoder.engine.video_turns import Turn
 
@@ -49,6 +49,15 @@ class PreparationQueue:
         with self._changed:
             heappush(self._images if tenant is None else self._videos.setdefault(tenant, []), turn)
             self._changed.notify()
+
+    def move(self, turn: Turn, rank: float) -> None:
+        """Gives a turn another rank. Has no effect if a thread has taken the turn."""
+        with self._changed:
+            for turns in (self._images, *self._videos.values()):
+                if turn in turns:
+                    turns[turns.index(turn)] = rank, turn[1]
+                    heapify(turns)
+                    return
 
     def get(self) -> tuple[int, str | None] | None:
         """Waits for a turn and removes it from the queue.

@@ -3,8 +3,9 @@
 A *segment* is the part of a video from one key frame to the next. A *lane* is a thread with a
 decoder of its own that has the video open. A lane decodes the units of one segment in the order of
 their frames, even if a later unit of the segment has a lower rank, and then takes another segment.
-A video has one lane, and further lanes only while threads and memory are free. Between two units of
-a lane, images and other videos have their turns.
+The lane's turn has the lowest rank of the units that wait for the lane, because the unit with this
+rank waits for those before it. A video has one lane, and further lanes only while threads and
+memory are free. Between two units of a lane, images and other videos have their turns.
 """
 
 import threading
@@ -37,16 +38,28 @@ class _Video:
         segments: waiting units by segment, which is named by its first frame. Units are a heap.
         lanes: segment of each lane that has a turn or is decoding.
         last: last segment of each lane. Its decoder continues there without a step back.
+        turns: turn of each lane that is not decoding.
+        may_move: True if a rank has changed since `VideoTurns.moved`, or if a unit was added whose
+            rank is lower than that of a turn.
     """
 
     segments: dict[int, list[_Waiting]] = field(default_factory=dict[int, list[_Waiting]])
     lanes: dict[int, int] = field(default_factory=dict[int, int])
     last: dict[int, int] = field(default_factory=dict[int, int])
+    turns: dict[int, Turn] = field(default_factory=dict[int, Turn])
+    may_move: bool = False
 
-    def turn(self, lane: int) -> Turn:
-        """Returns a turn for the first waiting unit of the lane's segment."""
-        _, job_id, rank = self.segments[self.lanes[lane]][0]
-        return rank, job_id
+    def lowest_rank(self, lane: int) -> float:
+        """Returns the lowest rank of the units that wait for the lane: those of its segment, and
+        those of segments that no lane has.
+        """
+        others = {segment for other, segment in self.lanes.items() if other != lane}
+        return min(
+            rank
+            for segment, units in self.segments.items()
+            if segment not in others
+            for _, _, rank in units
+        )
 
     def unclaimed(self) -> int | None:
         """Returns the first segment with waiting units that no lane has. None if there is none."""
@@ -74,7 +87,8 @@ class VideoTurns:
         self._max_further = max_further
         self._lock = threading.Lock()
         self._videos: dict[Hashable, _Video] = {}
-        self._turns: dict[Turn, tuple[Hashable, int]] = {}  # video and lane of each queued turn
+        # Video and lane of each queued turn, by the turn's job id.
+        self._turns: dict[int, tuple[Hashable, int]] = {}
 
     def add(
         self,
@@ -96,7 +110,8 @@ class VideoTurns:
                 if no thread is free.
 
         Returns:
-            The turn to queue. None if the lanes of the video will decode the unit.
+            The turn to queue. None if the lanes of the video will decode the unit. Their turns may
+            then have other ranks, see `moved`.
         """
         rank, job_id = turn
         with self._lock:
@@ -109,20 +124,56 @@ class VideoTurns:
                 or num_lanes >= max_lanes
                 or num_further >= self._max_further
             ):
+                found.may_move |= any(rank < queued for queued, _ in found.turns.values())
                 return None
             return self._begin(video, found, found.free_lane(start), start)
 
-    def take(self, turn: Turn) -> LaneUnit:
-        """Returns the unit to decode, when a turn has come."""
+    def move(self, video: Hashable, job_id: int, rank: float, *, start: int = 0) -> None:
+        """Gives a unit another rank, if the unit waits. Turns of its video may then have other
+        ranks, see `moved`.
+
+        Args:
+            video: name of the unit's video.
+            job_id: job id of the unit.
+            rank: the new rank.
+            start: first frame of the unit's segment.
+        """
         with self._lock:
-            video, lane = self._turns.pop(turn)
+            if (found := self._videos.get(video)) is None:
+                return
+            units = found.segments.get(start, [])
+            for index, (frames, other, _) in enumerate(units):
+                if other == job_id:  # The heap's order does not depend on ranks.
+                    units[index] = frames, job_id, rank
+                    found.may_move = True
+
+    def moved(self, video: Hashable) -> list[tuple[Turn, float]]:
+        """Returns the queued turns of a video whose ranks have changed, each with its new rank. The
+        turns have these ranks from now on.
+        """
+        changed = list[tuple[Turn, float]]()
+        with self._lock:
+            found = self._videos.get(video)
+            if found is not None and found.may_move:
+                found.may_move = False
+                for lane, turn in found.turns.items():
+                    if (rank := found.lowest_rank(lane)) != turn[0]:
+                        found.turns[lane] = rank, turn[1]
+                        changed.append((turn, rank))
+        return changed
+
+    def take(self, job_id: int) -> LaneUnit:
+        """Returns the unit to decode, when the turn with this job id has come."""
+        with self._lock:
+            video, lane = self._turns.pop(job_id)
             found = self._videos[video]
+            del found.turns[lane]
             segment = found.lanes[lane]
             units = found.segments[segment]
-            _, job_id, _ = heappop(units)
+            _, first, _ = heappop(units)
             if not units:
                 del found.segments[segment]
-            return LaneUnit(job_id, lane)
+            return LaneUnit(first, lane)
 
     def done(self, video: Hashable, lane: int = 0, *, is_busy: bool = False) -> Turn | None:
         """Records that a lane has decoded its unit.
@@ -156,6 +207,7 @@ class VideoTurns:
     def _begin(self, video: Hashable, found: _Video, lane: int, segment: int) -> Turn:
         """Gives a lane a segment, and returns the lane's next turn."""
         found.lanes[lane] = found.last[lane] = segment
-        turn = found.turn(lane)
-        self._turns[turn] = video, lane
+        _, job_id, _ = found.segments[segment][0]
+        turn = found.turns[lane] = found.lowest_rank(lane), job_id
+        self._turns[job_id] = video, lane
         return turn

@@ -28,6 +28,7 @@ class AdmittedImage:
         rank: place among the images that wait; the lowest is next.
         has_run: True if the tower has computed the image.
         is_refunded: True if the image's cost was given back.
+        has_moved: True if the image was charged to another share before.
     """
 
     share: Share
@@ -35,6 +36,7 @@ class AdmittedImage:
     rank: float
     has_run: bool = False
     is_refunded: bool = False
+    has_moved: bool = False
 
 
 class Admission:
@@ -51,6 +53,7 @@ class Admission:
     def __init__(self, max_patches: int) -> None:
         self._capacity = TenantCapacity(max_patches)
         self._order = FairOrder()
+        self._images: set[AdmittedImage] = set()  # in work
 
     @property
     def num_patches(self) -> int:
@@ -62,14 +65,21 @@ class Admission:
         if not self._capacity.allows(share.tenant, num_patches):
             return None
         self._capacity.take(share.tenant, num_patches)
-        return AdmittedImage(share, num_patches, self._place(share, num_patches))
+        image = AdmittedImage(share, num_patches, self._place(share, num_patches))
+        self._images.add(image)
+        return image
 
     def ran(self, image: AdmittedImage) -> None:
         """Records that the tower has computed an image. The image may have left already, because
         the tower completes an image that it has begun.
         """
         image.has_run = True
-        self._order.served(image.rank)
+        place = image.rank
+        if image.has_moved:
+            # The tower may have begun the image at its former place, before images that wait.
+            waiting = (other.rank for other in self._images if not other.has_run)
+            place = min(place, min(waiting, default=place))
+        self._order.served(place)
         if image.is_refunded:
             image.is_refunded = False
             share = image.share
@@ -77,8 +87,19 @@ class Admission:
                 share.tenant, image.rank, weight=share.weight, cost=image.num_patches
             )
 
+    def move(self, image: AdmittedImage, share: Share) -> None:
+        """Charges an image in work to another share, and places it anew."""
+        self._capacity.release(image.share.tenant, image.num_patches)
+        self._capacity.take(share.tenant, image.num_patches)
+        if not image.has_run:
+            self._refund(image)
+            image.rank = self._place(share, image.num_patches)
+            image.has_moved = True
+        image.share = share
+
     def leave(self, image: AdmittedImage) -> None:
         """Records that an image is no longer in work. Called once for each image."""
+        self._images.discard(image)
         self._capacity.release(image.share.tenant, image.num_patches)
         if not image.has_run:
             image.is_refunded = True

@@ -85,6 +85,9 @@ class Embeddings:
     async def encode(self, key: bytes, work: Work) -> Encoded:
         """Makes the embedding available here or in Redis.
 
+        If a lookup of the key is running, the call waits for it. The image then waits at the place
+        of a foreground image if at least one of its callers is in the foreground.
+
         Args:
             key: key of the embedding.
             work: inputs of the embedding.
@@ -99,8 +102,9 @@ class Embeddings:
             return Encoded(Origin.MEMORY)
         self.store.misses.labels(MEMORY).inc()
         if lookup := self.store.running(key):
+            joined = self.store.join(lookup, work)
             del work  # the encode has its own copy, and a second one would not be counted
-            await lookup.task.join()
+            await joined
             self.store.hits.labels("joined").inc()
             return Encoded(Origin.JOINED)
         lookup = self._start(key, work, needs_bytes=False)

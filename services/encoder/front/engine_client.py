@@ -23,6 +23,7 @@ from services.encoder.engine.messages import (
     EngineStats,
     FeatureDone,
     ImageDone,
+    MoveImage,
     PlaceImage,
     Source,
     StageTimes,
@@ -39,13 +40,11 @@ class EngineJob:
 
     Attributes:
         job_id: number of the job in messages.
-        rank: place among the images that wait; the lowest is next.
         done: future of the stage times, done when the engine no longer uses the memory.
         write: the writing of the embedding. None until `EngineClient.place`.
     """
 
     job_id: int
-    rank: float
     done: asyncio.Future[StageTimes]
     write: EmbeddingWrite | None = None
 
@@ -98,7 +97,7 @@ class EngineClient:
         """
         if self._died:
             raise Unavailable(_ENDED)
-        job = EngineJob(next(self._ids), rank, asyncio.get_running_loop().create_future())
+        job = EngineJob(next(self._ids), asyncio.get_running_loop().create_future())
         job.done.add_done_callback(retrieve_exception)
         self._jobs[job.job_id] = job
         self._link.send(EncodeImage(job.job_id, source, unit, rank, tenant, tower))
@@ -109,6 +108,11 @@ class EngineClient:
         job.write = write
         if job.job_id in self._jobs:
             self._link.send(PlaceImage(job.job_id, write.entry.offset))
+
+    def move(self, job: EngineJob, rank: float) -> None:
+        """Gives a job another place among the images that wait. Has no effect if the job runs."""
+        if job.job_id in self._jobs:
+            self._link.send(MoveImage(job.job_id, rank))
 
     def cancel(self, job: EngineJob) -> None:
         """Cancels a job that no caller waits for.

@@ -45,7 +45,14 @@ class SourceStore:
         return self._sources[key][0] if key in self._sources else None
 
     def put(self, key: bytes, work: Work) -> None:
-        """Stores the inputs of an embedding, unless they are larger than the whole store."""
+        """Stores the inputs of an embedding, unless they are larger than the whole store.
+
+        The share of a foreground request is not replaced by that of background work, because the
+        request may still need the embedding.
+        """
+        if key in self._sources and work.share.background:
+            before = self._sources[key][0].share
+            work = work if before.background else work._replace(share=before)
         self._drop(key)
         if work.source.num_bytes > self._max_bytes:
             return

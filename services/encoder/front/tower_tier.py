@@ -121,6 +121,17 @@ class TowerTier(Tier[Work]):
         self._s_per_patch = (time.monotonic() - encode.begun_at) / encode.num_queued_patches
         return True
 
+    def join(self, lookup: Lookup[Work], inputs: Work) -> None:
+        """Moves an image from the background to the foreground if a caller in the foreground joins
+        its lookup. The image is then charged to this caller.
+        """
+        if inputs.share.background or not lookup.inputs.share.background:
+            return
+        encode = self._encodes[lookup]
+        lookup.inputs = lookup.inputs._replace(share=inputs.share)
+        self._admission.move(encode.image, inputs.share)
+        self._engine.move(encode.job, encode.image.rank)
+
     def end(self, lookup: Lookup[Work], *, succeeded: bool) -> None:
         """Ends the work on an image: its patches and bytes no longer count as queued. Stores the
         image's inputs if the lookup has succeeded.

@@ -76,6 +76,19 @@ def test_the_lowest_rank_is_first_and_of_equal_ones_the_earlier() -> None:
     assert [batcher.next_batch() for _ in range(5)] == [[3], [1], [4], [2], []]
 
 
+def test_an_image_that_is_moved_has_its_new_place() -> None:
+    batcher = Batcher(1)
+    for job_id in range(4):
+        batcher.add(job_id, 50, float(job_id))
+    batcher.move(3, 0.5)
+    batcher.move(0, 9.0)
+    batcher.move(7, 0.0)  # is not queued
+    assert batcher.next_batch() == [3]
+    batcher.move(3, 0.0)  # runs
+    assert batcher.remove(2)
+    assert [batcher.next_batch() for _ in range(3)] == [[1], [0], []]
+
+
 class BatcherMachine(RuleBasedStateMachine):
     """Adds, removes and batches in any order."""
 

@@ -17,6 +17,7 @@ from services.encoder.engine.messages import (
     CancelImage,
     EncodeImage,
     FrontMessage,
+    MoveImage,
     PlaceImage,
     Shutdown,
 )
@@ -287,6 +288,89 @@ def test_images_are_prepared_and_run_in_the_order_of_their_ranks(running: Runnin
     assert front.codes(1) == [""]
 
 
+def test_an_image_that_is_moved_is_prepared_in_its_new_order(running: Running) -> None:
+    front, preprocessor = running.front, running.preprocessor
+    block_one_thread(running)
+    for job_id in (10, 11, 12):
+        front.encode(job_id, rank=float(job_id), grid=LARGE)
+    front.send(MoveImage(12, 1.0), MoveImage(2, 50.0), MoveImage(77, 0.0))
+    front.encode(13, rank=13.0, grid=LARGE)
+    wait_until(lambda: running.engine.num_unprepared == 4)
+    preprocessor.may_prepare.set()
+    assert front.codes(2, 10, 11, 12, 13) == [""] * 5
+    assert preprocessor.prepared == [b"2", b"12", b"10", b"11", b"13"]
+
+
+def test_an_image_that_is_moved_runs_in_its_new_order(running: Running) -> None:
+    runner, front = running.runner, running.front
+    occupy_device(running)
+    for job_id in (10, 11, 12):
+        front.encode(job_id, rank=float(job_id), grid=LARGE)
+    wait_until(lambda: running.engine.num_ready == 3)
+    front.send(MoveImage(12, 1.0), MoveImage(1, 50.0))
+    front.encode(13, rank=13.0, grid=LARGE)
+    wait_until(lambda: running.engine.num_ready == 4)
+    runner.device_done.set()
+    assert front.codes(1, 2, 10, 11, 12, 13) == [""] * 6
+    assert runner.batches == [[1], [2], [12], [10], [11], [13]]
+
+
+def test_an_image_that_is_moved_while_it_is_prepared_runs_in_its_new_order(
+    running: Running,
+) -> None:
+    runner, front, preprocessor = running.runner, running.front, running.preprocessor
+    occupy_device(running)
+    preprocessor.blocked = b"12"
+    for job_id in (12, 10, 11):
+        front.encode(job_id, rank=float(job_id), grid=LARGE)
+    wait_until(lambda: running.engine.num_ready == 2)
+    front.send(MoveImage(12, 1.0))
+    front.encode(13, rank=13.0, grid=LARGE)
+    wait_until(lambda: running.engine.num_ready == 3)
+    preprocessor.release.set()
+    wait_until(lambda: running.engine.num_ready == 4)
+    runner.device_done.set()
+    assert front.codes(1, 2, 10, 11, 12, 13) == [""] * 6
+    assert runner.batches == [[1], [2], [12], [10], [11], [13]]
+
+
+def test_a_unit_of_a_video_that_is_moved_takes_the_units_before_it_along(running: Running) -> None:
+    """A lane decodes frames in their order, so the unit waits for those before it."""
+    front, preprocessor = running.front, running.preprocessor
+    block_one_thread(running)
+    video = Source(video=Video(MemoryAddress(0, 0, "clip", 0), (64, 64)))
+    for job_id, frames in ((10, (0, 1)), (11, (4, 5)), (12, (6, 7))):
+        image = EncodeImage(job_id, video, Unit(GRID, frames), 100.0 + job_id, "a")
+        front.send(image, PlaceImage(job_id, 0))
+    front.encode(20, 21, 22, rank=50.0)
+    front.send(MoveImage(11, 1.0))
+    front.encode(23, rank=60.0)
+    wait_until(lambda: running.engine.num_unprepared == 5)  # the video's lane has one turn
+    preprocessor.may_prepare.set()
+    assert front.codes(2, 10, 11, 12, 20, 21, 22, 23) == [""] * 8
+    assert preprocessor.decoded == [(0, 1), (4, 5), (6, 7)]
+    assert preprocessor.prepared == [b"2", b"", b"", b"20", b"21", b"22", b"23", b""]
+
+
+def occupy_device(running: Running) -> None:
+    """Launches as many batches as may be in flight, which end when `device_done` is set."""
+    running.runner.device_done.clear()
+    running.front.encode(1)
+    wait_until(lambda: running.runner.batches == [[1]])
+    running.front.encode(2)
+    wait_until(lambda: running.runner.batches == [[1], [2]])
+
+
+def block_one_thread(running: Running) -> None:
+    """Occupies both threads of the pool, one of them until the test ends. The other thread then
+    takes what waits in order.
+    """
+    running.preprocessor.may_prepare.clear()
+    running.preprocessor.blocked = b"1"
+    running.front.encode(1, 2)
+    running.front.receive_until(lambda: running.front.active[-1:] == [[1, 2]])
+
+
 def test_the_loop_ends_when_the_front_closes_the_channel() -> None:
     running = Running()
     running.ends[0].close()
@@ -299,6 +383,7 @@ def test_messages_survive_the_wire() -> None:
     for message in (
         EncodeImage(1, Source(b"\x00\xff"), Unit((1, 2, 3))),
         PlaceImage(1, 4096),
+        MoveImage(1, 0.5),
         CancelImage(1),
         Shutdown(),
     ):

@@ -26,6 +26,19 @@ def test_of_equal_ranks_the_earlier_job_is_next() -> None:
     assert [queue.get() for _ in range(3)] == [(1, None), (2, "a"), (3, None)]
 
 
+def test_a_turn_that_is_moved_has_its_new_place() -> None:
+    queue = PreparationQueue(4)
+    for job_id in range(6):
+        queue.put((float(job_id), job_id), "a" if job_id % 2 else None)
+    queue.move((4.0, 4), 0.5)
+    queue.move((5.0, 5), -1.0)
+    queue.move((0.0, 0), 9.0)
+    assert queue.get() == (5, "a")
+    queue.move((-1.0, 5), -2.0)  # was taken
+    assert [queue.get() for _ in range(5)] == [(4, None), (1, "a"), (2, None), (3, "a"), (0, None)]
+    assert len(queue) == 0
+
+
 def test_videos_of_one_tenant_never_have_all_threads() -> None:
     """Not even if nothing else waits: their units are not interrupted when something comes."""
     queue = PreparationQueue(2)

@@ -4,6 +4,7 @@ import pytest
 
 from services.common.geometry import Unit
 from services.encoder.engine.messages import Source
+from services.encoder.front.admission import Share
 from services.encoder.front.source_store import SourceStore, Work
 
 UNIT = Unit((1, 2, 2))
@@ -35,3 +36,11 @@ def test_the_oldest_make_room() -> None:
     ]  # fmt: skip
     store.put(b"e", Work(Source(b"x" * 31), UNIT))
     assert store.get(b"e") is None and store.get(b"d") is not None
+
+
+def test_background_work_does_not_replace_the_share_of_a_request() -> None:
+    store, batch = SourceStore(100), Share("a/batch", background=True)
+    for share, stored in ((batch, batch), (Share("a"), Share("a")), (batch, Share("a"))):
+        store.put(b"key", Work(Source(b"x"), UNIT, share))
+        found = store.get(b"key")
+        assert found is not None and found.share == stored

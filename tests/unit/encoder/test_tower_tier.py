@@ -17,6 +17,7 @@ from services.encoder.engine.messages import (
     EngineMessage,
     FrontMessage,
     ImageDone,
+    MoveImage,
     PlaceImage,
     Source,
 )
@@ -57,6 +58,8 @@ class Engine:
                     self.ranks[message.job_id] = message.rank
                 case PlaceImage():
                     self.placed.add(message.job_id)
+                case MoveImage():
+                    self.ranks[message.job_id] = message.rank
                 case CancelImage() if not self.completes_cancelled:
                     self._end(ImageDone(message.job_id, error_code="cancelled"))
                 case _:
@@ -213,3 +216,108 @@ async def test_an_image_that_is_computed_although_its_caller_left_is_charged(
         while encoder.engine.computed.count("a") <= number:
             await encoder.engine.compute()
     assert sum(other.done() for other in others) >= 8
+
+
+async def test_an_image_that_a_request_joins_is_no_longer_in_the_background(
+    encoder: Encoder,
+) -> None:
+    """The request would wait behind all images of all tenants, also those that come later."""
+    line = encoder.encode("new", BATCH)
+    other = encoder.encode("other", BATCH)
+    assert await position_of_joined(encoder) <= 2
+    assert (await soon(line)).origin.value == "computed" and not other.done()
+    stored = encoder.sources.get(b"new")
+    assert stored is not None and stored.share == Share("a")  # for another encode
+
+
+async def test_a_request_may_join_while_redis_is_asked(encoder: Encoder) -> None:
+    encoder.redis.answers.clear()
+    encoder.encode("new", BATCH)
+    joined = encoder.encode("new", Share("a"))
+    await settle()
+    encoder.redis.answers.set()
+    await settle()
+    assert await position_of_joined(encoder) <= 2
+    assert (await soon(joined)).origin.value == "joined"
+
+
+async def test_an_image_of_a_request_stays_in_the_foreground(encoder: Encoder) -> None:
+    request = encoder.encode("new", Share("a"))
+    await settle()
+    encoder.encode("new", BATCH)
+    assert await position_of_joined(encoder) <= 2
+    await soon(request)
+    await soon(encoder.encode("new", BATCH))  # from memory
+    stored = encoder.sources.get(b"new")
+    assert stored is not None and stored.share == Share("a")
+
+
+async def test_a_joined_image_goes_on_when_either_caller_leaves(encoder: Encoder) -> None:
+    for number, leaves_first in enumerate((True, False)):
+        callers = [encoder.encode(f"joined {number}", share) for share in (BATCH, Share("a"))]
+        await settle()
+        callers[0 if leaves_first else 1].cancel()
+        await settle()
+        await encoder.engine.compute()
+        assert (await soon(callers[1 if leaves_first else 0])).origin.value in (
+            "joined",
+            "computed",
+        )
+    assert encoder.admission.num_patches == 0
+
+
+async def test_images_that_requests_join_are_charged_to_them(encoder: Encoder) -> None:
+    """A tenant does not overtake others by sending its images as lines of a batch first."""
+    encoder.encode_all("same", BATCH, 20)
+    await settle()
+    encoder.encode_all("same", Share("a"), 20)
+    others = encoder.encode_all("others", OTHERS, 20)
+    await encoder.engine.compute(20)
+    assert 9 <= sum(other.done() for other in others) <= 11
+
+
+async def test_a_joined_image_on_the_device_moves_nobody_behind_other_images(
+    encoder: Encoder,
+) -> None:
+    encoder.encode("early", BATCH)
+    await settle()
+    backlog = encoder.encode_all("backlog", Share("a"), 50)
+    await settle()
+    joined = encoder.encode("early", Share("a"))
+    await settle()
+    (job_id,) = (number for number, job in encoder.engine.jobs.items() if job.tenant == "a/batch")
+    encoder.engine.ranks[job_id] = -1.0  # the device had begun it before it was moved
+    await encoder.engine.compute()
+    assert joined.done() and not any(caller.done() for caller in backlog)
+    assert await position(encoder, OTHERS, others=0) <= 2
+
+
+async def position_of_joined(encoder: Encoder) -> int:
+    """Returns how many images have been computed once the image "new", which waits, has been, while
+    another tenant's images keep coming.
+    """
+    await settle()
+    encoder.encode_all("others", OTHERS, 50)
+    await settle()
+    new = encoder.encode("new", Share("a"))
+    await settle()
+    for number in range(50):
+        await encoder.engine.compute()
+        if new.done():
+            return number + 1
+        encoder.encode(f"further {number}", OTHERS)
+    raise AssertionError("the image was not computed")
+
+
+async def test_images_that_requests_join_do_not_delay_the_next_line_of_a_batch(
+    encoder: Encoder,
+) -> None:
+    other_batch = Share("b/batch", background=True)
+    encoder.encode_all("same", BATCH, 20)
+    await settle()
+    encoder.encode_all("same", Share("a"), 20)
+    await settle()
+    encoder.encode_all("lines", other_batch, 20)
+    line = encoder.encode("line", BATCH)
+    await encoder.engine.compute(22)  # the joined images first
+    assert line.done()
