@@ -3,7 +3,8 @@
 A schema is first compiled in the quick lane, with a limit of CPU time that nearly all schemas meet.
 A schema that exceeds the limit is compiled again in the slow lane. Grammars that clients write have
 a lane of their own. Common schemas therefore never wait for hostile grammars of any tenant. In each
-lane tenants take turns by the CPU time that they have used. Requests fail if their grammar cannot
+lane tenants take turns by the CPU time that they have used. A grammar that several tenants wait for
+is compiled once, in the turn of the tenant that comes first. Requests fail if their grammar cannot
 be compiled or ends its fork. Waiting too long for a turn is an overload of the decoder.
 """
 
@@ -16,7 +17,7 @@ from prometheus_client import Histogram
 from services.common.errors import InvalidGrammar, Overloaded, ProcessLost, TriptychError
 from services.common.process.channel import ChannelClosed, FrontChannel
 from services.decoder.masks.compile_process import CompileProcess
-from services.decoder.masks.compile_queue import CompileJob, CompileQueue
+from services.decoder.masks.compile_queue import CompileJob, CompileQueue, Waiters
 from services.decoder.masks.grammar import GrammarSource
 from services.decoder.masks.messages import (
     CLIENTS_LANE,
@@ -49,13 +50,13 @@ class _Lane:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     job: CompileJob | None = None
 
-    def put(self, job: CompileJob) -> None:
-        """Adds a job.
+    def put(self, job: CompileJob, tenant: str) -> None:
+        """Adds a job to the jobs of a tenant.
 
         Raises:
             Overloaded: too many jobs wait.
         """
-        self.queue.put(job)
+        self.queue.put(job, tenant)
         self.arrived.set()
 
 
@@ -95,7 +96,7 @@ class CompilePool:
 
         Args:
             source: text of the grammar.
-            tenant: tenant that is charged for the compilation.
+            tenant: tenant in whose turn the grammar may be compiled, and which is then charged.
 
         Returns:
             Whether the compilation takes long.
@@ -107,16 +108,19 @@ class CompilePool:
         """
         key = key_of(source)
         if (known := self._verdicts.find(key)) is None:
-            job = self._jobs.get(key) or self._enqueue(key, source, tenant)
-            job.num_waiting += 1
+            job = self._join(key, source, tenant)
+            waiters = job.waiters[tenant]
+            waiters.number += 1
             try:
                 async with asyncio.timeout(self._max_wait_s):
-                    known = await asyncio.shield(job.done)
+                    known = await asyncio.shield(waiters.done)
             except TimeoutError:
                 message = "grammars wait too long to be compiled"
                 raise Overloaded(message, retry_after_s=2) from None
             finally:
-                job.num_waiting -= 1
+                waiters.number -= 1
+                if not waiters.number:
+                    self._leave(job, tenant, waiters)
         if known.error:
             raise InvalidGrammar(known.error)
         return known.is_slow
@@ -130,12 +134,43 @@ class CompilePool:
         await asyncio.gather(self._task, return_exceptions=True)
         await self.process.close()
 
-    def _enqueue(self, key: bytes, source: GrammarSource, tenant: str) -> CompileJob:
-        done: asyncio.Future[StoredVerdict] = asyncio.get_running_loop().create_future()
-        job = CompileJob(key, source, tenant, done)
-        self._lanes[CLIENTS_LANE if source.by_client else QUICK_LANE].put(job)
+    def _join(self, key: bytes, source: GrammarSource, tenant: str) -> CompileJob:
+        """Returns the job of a grammar, with waiters of the tenant. If the job is not running yet,
+        it has a place among the tenant's own jobs, because it may be far behind in the backlog of
+        another tenant that has sent the same grammar.
+
+        Raises:
+            Overloaded: too many jobs wait, either of all tenants or of this tenant.
+        """
+        lane: _Lane | None
+        if (job := self._jobs.get(key)) is None:
+            job = CompileJob(key, source)
+            lane = self._lanes[CLIENTS_LANE if source.by_client else QUICK_LANE]
+        else:
+            lane = self._waits_in(job)
+        if tenant not in job.waiters:
+            if lane is not None:
+                lane.put(job, tenant)
+            job.waiters[tenant] = Waiters(asyncio.get_running_loop().create_future())
         self._jobs[key] = job
         return job
+
+    def _leave(self, job: CompileJob, tenant: str, waiters: Waiters) -> None:
+        """Removes waiters without requests. A job that still waits loses the tenant's place, and is
+        dropped if no other tenant waits for it. A running job continues, because its verdict is
+        stored.
+        """
+        if job.waiters.get(tenant) is not waiters:  # they were refused a place in the slow lane
+            return
+        del job.waiters[tenant]
+        if (lane := self._waits_in(job)) is not None:
+            lane.queue.withdraw(job, tenant)
+            if not job.waiters:
+                del self._jobs[job.key]
+
+    def _waits_in(self, job: CompileJob) -> _Lane | None:
+        """Returns the lane that a job waits in. None if the job is running or done."""
+        return next((lane for lane in self._lanes if job in lane.queue), None)
 
     async def _work(self) -> None:
         """Runs the process and serves its lanes. Restarts the process whenever it ends."""
@@ -186,29 +221,21 @@ class CompilePool:
             self._judge(lane, job, verdict)
 
     async def _next(self, lane: _Lane) -> CompileJob:
-        """Waits for the lane's next job and begins it. Drops jobs that no request waits for."""
-        while True:
-            while not len(lane.queue):
-                lane.arrived.clear()
-                await lane.arrived.wait()
-            job = lane.queue.take()
-            if job.num_waiting:
-                lane.job = job
-                return job
-            lane.queue.charge(job.tenant, 0.0)
-            del self._jobs[job.key]
+        """Waits for the lane's next job and begins it."""
+        while not len(lane.queue):
+            lane.arrived.clear()
+            await lane.arrived.wait()
+        lane.job = job = lane.queue.take()
+        return job
 
     def _judge(self, lane: _Lane, job: CompileJob, verdict: Verdict) -> None:
         """Handles the verdict on a lane's job."""
-        lane.queue.charge(job.tenant, verdict.cpu_s)
+        lane.queue.charge(verdict.cpu_s)
+        lane.job = None
         job.cpu_s += verdict.cpu_s
         slow = self._lanes[SLOW_LANE]
         if verdict.timed_out and lane is self._lanes[QUICK_LANE]:
-            try:
-                slow.put(job)
-            except Overloaded as error:
-                self._fail(lane, error)
-            lane.job = None
+            self._put_in_slow_lane(job)
             return
         self._cpu_seconds.observe(job.cpu_s)
         known = StoredVerdict(verdict.error, is_slow=lane is slow)
@@ -216,15 +243,33 @@ class CompilePool:
             self._verdicts.died(job.key, verdict.error)
         else:
             self._verdicts.store(job.key, known)
-        lane.job = None
         del self._jobs[job.key]
-        job.done.set_result(known)
+        for waiters in job.waiters.values():
+            waiters.done.set_result(known)
+
+    def _put_in_slow_lane(self, job: CompileJob) -> None:
+        """Gives a job a place in the slow lane for each tenant that waits for it. A tenant with too
+        many jobs there fails alone.
+        """
+        for tenant, waiters in list(job.waiters.items()):
+            try:
+                self._lanes[SLOW_LANE].put(job, tenant)
+            except Overloaded as error:
+                del job.waiters[tenant]
+                _fail(waiters, error)
+        if not job.waiters:
+            del self._jobs[job.key]
 
     def _fail(self, lane: _Lane, error: TriptychError) -> None:
         """Ends the lane's job with an error that is no verdict on the grammar."""
         job, lane.job = lane.job, None
         assert job is not None
-        lane.queue.charge(job.tenant, 0.0)
+        lane.queue.charge(0.0)
         del self._jobs[job.key]
-        job.done.set_exception(error)
-        job.done.exception()  # marks the error as retrieved, in case no request waits any more
+        for waiters in job.waiters.values():
+            _fail(waiters, error)
+
+
+def _fail(waiters: Waiters, error: TriptychError) -> None:
+    waiters.done.set_exception(error)
+    waiters.done.exception()  # marks the error as retrieved, in case no request waits any more

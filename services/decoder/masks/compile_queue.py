@@ -4,8 +4,7 @@ The queue is plain state of the front process.
 """
 
 import asyncio
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.errors import Overloaded
 from services.common.tenancy.fair_order import FairOrder
@@ -17,24 +16,33 @@ MAX_WAITING_OF_TENANT = 64
 
 
 @dataclass(slots=True, eq=False)
+class Waiters:
+    """The requests of one tenant that wait for the verdict on a grammar.
+
+    Attributes:
+        done: future of the verdict.
+        number: number of requests.
+    """
+
+    done: "asyncio.Future[StoredVerdict]"
+    number: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class CompileJob:
     """A grammar that waits to be compiled, or is being compiled.
 
     Attributes:
         key: digest of the grammar.
         source: text of the grammar.
-        tenant: tenant that is charged for the compilation.
-        done: future of the verdict.
-        num_waiting: number of requests that wait for the verdict.
+        waiters: requests that wait for the verdict, by tenant. Every tenant has at least one.
         num_losses: number of processes that ended while they worked on the grammar.
         cpu_s: CPU seconds that compilations of the grammar have taken so far.
     """
 
     key: bytes
     source: GrammarSource
-    tenant: str
-    done: "asyncio.Future[StoredVerdict]"
-    num_waiting: int = 0
+    waiters: dict[str, Waiters] = field(default_factory=dict[str, Waiters])
     num_losses: int = 0
     cpu_s: float = 0.0
 
@@ -44,47 +52,74 @@ class CompileQueue:
 
     The cost of a job is known when the job is done. The tenant's next job then has its place after
     all the CPU time that the tenant has used. Jobs of one tenant stay in order.
+
+    A job that several tenants wait for has a place among the jobs of each of them. The job is taken
+    once, at the place whose turn comes first, and the tenant of this place is charged for it. A
+    tenant therefore never waits behind the backlog of another tenant that has sent the same grammar
+    before.
     """
 
     def __init__(self) -> None:
         self._order = FairOrder()
-        # By tenant, never empty. Of tenants with the same place, the first has its turn.
-        self._jobs: dict[str, deque[CompileJob]] = {}
-        self._num_jobs = 0
+        # The jobs by tenant, never empty, in the order of their places. The inner dictionaries have
+        # no values. Of tenants with the same place, the first has its turn.
+        self._places: dict[str, dict[CompileJob, None]] = {}
+        self._tenants: dict[CompileJob, set[str]] = {}  # the tenants with a place, by job
+        self._served = ""  # tenant in whose turn the last job was taken
 
     def __len__(self) -> int:
-        return self._num_jobs
+        return len(self._tenants)
 
-    def put(self, job: CompileJob) -> None:
-        """Adds a job after all other jobs of the same tenant.
+    def __contains__(self, job: CompileJob) -> bool:
+        return job in self._tenants
+
+    def put(self, job: CompileJob, tenant: str) -> None:
+        """Adds a job after all other jobs of a tenant. The job may wait for other tenants already.
 
         Raises:
             Overloaded: too many jobs wait, either of all tenants or of this tenant.
         """
-        jobs = self._jobs.get(job.tenant, ())
-        if self._num_jobs >= MAX_WAITING or len(jobs) >= MAX_WAITING_OF_TENANT:
+        jobs = self._places.get(tenant, ())
+        is_new = job not in self._tenants  # another place of a job adds no work
+        if (is_new and len(self) >= MAX_WAITING) or len(jobs) >= MAX_WAITING_OF_TENANT:
             raise Overloaded("too many grammars wait to be compiled", retry_after_s=2)
-        self._jobs.setdefault(job.tenant, deque()).append(job)
-        self._num_jobs += 1
+        self._places.setdefault(tenant, {})[job] = None
+        self._tenants.setdefault(job, set()).add(tenant)
+
+    def withdraw(self, job: CompileJob, tenant: str) -> None:
+        """Removes a tenant's place of a job that waits. The job keeps the places of other tenants,
+        and leaves the queue with the last place.
+        """
+        self._remove_place(job, tenant)
+        tenants = self._tenants[job]
+        tenants.remove(tenant)
+        if not tenants:
+            del self._tenants[job]
 
     def take(self) -> CompileJob:
         """Removes and returns the job whose turn it is. The queue must not be empty, and the job
         taken before must have been charged.
         """
-        tenant = min(self._jobs, key=self._order.start)
+        self._served = tenant = min(self._places, key=self._order.start)
         self._order.served(self._order.start(tenant))
-        jobs = self._jobs.pop(tenant)
-        job = jobs.popleft()
-        self._num_jobs -= 1
-        if jobs:
-            self._jobs[tenant] = jobs  # behind the other tenants
+        job = next(iter(self._places[tenant]))
+        for each in self._tenants.pop(job):
+            self._remove_place(job, each)
+        if tenant in self._places:
+            self._places[tenant] = self._places.pop(tenant)  # behind the other tenants
         return job
 
-    def charge(self, tenant: str, cpu_s: float) -> None:
-        """Charges a tenant for the job that was taken last, which must be done.
+    def charge(self, cpu_s: float) -> None:
+        """Charges the job that was taken last, which must be done, to the tenant in whose turn it
+        was taken.
 
         Args:
-            tenant: tenant of the job.
             cpu_s: CPU seconds that the job has taken.
         """
-        self._order.charge(tenant, self._order.now, cost=cpu_s)
+        self._order.charge(self._served, self._order.now, cost=cpu_s)
+
+    def _remove_place(self, job: CompileJob, tenant: str) -> None:
+        jobs = self._places[tenant]
+        del jobs[job]
+        if not jobs:
+            del self._places[tenant]

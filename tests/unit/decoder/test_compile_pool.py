@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
-from services.common.errors import InvalidGrammar, ProcessLost
+from services.common.errors import InvalidGrammar, Overloaded, ProcessLost
 from services.common.process.channel import ChannelClosed
 from services.decoder.masks.compile_pool import CompilePool
+from services.decoder.masks.compile_queue import MAX_WAITING_OF_TENANT
 from services.decoder.masks.grammar import GrammarSource
 from services.decoder.masks.messages import LANES, Verdict
 from services.decoder.masks.verdicts import Verdicts
-from tests.noise import PATIENCE_S
+from tests.noise import PATIENCE_S, turns
 
 
 class FakeChannel:
@@ -245,3 +246,183 @@ async def test_the_job_of_the_other_lane_is_tried_again_and_charged_with_no_loss
         assert await process.slow.asked(1) == ["slow"]
     process.slow.answer(GOOD)
     assert await slow is True
+
+
+async def answered(channel, verdicts):
+    """Gives each verdict to the grammar in work, and waits until the next one is in work."""
+    for verdict in verdicts:
+        num_sent = len(channel.sent)
+        channel.answer(verdict)
+        await channel.asked(num_sent + 1)
+
+
+async def backlog_of_a(pool, process, count=12):
+    """Lets tenant a send grammars, the last of which is `shared`. The first is in work."""
+    tasks = [check(pool, f"a{number}", "a") for number in range(count)]
+    tasks.append(check(pool, "shared", "a"))
+    await process.quick.asked(1)
+    return tasks
+
+
+async def left(*tasks):
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_grammar_in_the_backlog_of_another_tenant_has_the_callers_turn(pool, process):
+    backlog = await backlog_of_a(pool, process)
+    mine = check(pool, "shared", "b")
+    await turns()
+    await answered(process.quick, [GOOD] * 2)
+    assert process.quick.sent[:2] == ["a0", "shared"]
+    assert await mine is False and await backlog[-1] is False, "both have the verdict"
+    await answered(process.quick, [GOOD] * 10)
+    process.quick.answer(GOOD)
+    await asyncio.gather(*backlog)
+    assert process.quick.sent.count("shared") == 1 and len(process.quick.sent) == 13
+
+
+async def test_a_request_waits_for_no_line_of_its_tenants_batch(pool, process):
+    """The lines of batches have a queue name of their own."""
+    lines = [check(pool, f"line {number}", "a/batch") for number in range(12)]
+    lines.append(check(pool, "shared", "a/batch"))
+    await process.quick.asked(1)
+    mine = check(pool, "shared", "a")
+    await turns()
+    await answered(process.quick, [GOOD] * 2)
+    assert await mine is False and process.quick.sent[:2] == ["line 0", "shared"]
+    await left(*lines)
+
+
+async def test_a_tenant_that_leaves_takes_its_own_place_with_it(pool, process):
+    backlog = await backlog_of_a(pool, process, 3)
+    mine = check(pool, "shared", "b")
+    await turns()
+    await left(mine)
+    await answered(process.quick, [GOOD] * 3)
+    process.quick.answer(GOOD)
+    await asyncio.gather(*backlog)
+    assert process.quick.sent == ["a0", "a1", "a2", "shared"], "the place of a is still there"
+
+
+async def test_a_tenant_keeps_its_place_until_its_last_request_leaves(pool, process):
+    backlog = await backlog_of_a(pool, process, 3)
+    mine, second = check(pool, "shared", "b"), check(pool, "shared", "b")
+    await turns()
+    await left(mine)
+    await answered(process.quick, [GOOD] * 2)
+    assert await second is False and process.quick.sent[:2] == ["a0", "shared"]
+    await left(*backlog)
+
+
+async def test_the_job_stays_for_the_other_when_its_first_tenant_leaves(pool, process):
+    backlog = await backlog_of_a(pool, process, 3)
+    mine = check(pool, "shared", "b")
+    await turns()
+    await left(backlog.pop())
+    await answered(process.quick, [GOOD] * 2)
+    assert await mine is False and process.quick.sent[:2] == ["a0", "shared"]
+    await left(*backlog)
+
+
+async def test_a_job_that_all_have_left_is_forgotten_and_counts_no_more(pool, process):
+    first = check(pool, "first", "a")
+    await process.quick.asked(1)
+    tasks = [check(pool, f"{number}", "a") for number in range(MAX_WAITING_OF_TENANT)]
+    tasks.append(check(pool, "0", "b"))
+    await turns()
+    with pytest.raises(Overloaded):
+        await check(pool, "one more", "a")
+    await left(*tasks)
+    again = check(pool, "0", "a")
+    await turns()
+    await answered(process.quick, [GOOD])
+    process.quick.answer(GOOD)
+    assert await first is False and await again is False
+    assert process.quick.sent == ["first", "0"]
+
+
+async def test_a_grammar_of_another_tenant_counts_for_each_tenant_that_waits(pool, process):
+    backlog = await backlog_of_a(pool, process)
+    mine = [check(pool, f"b{number}", "b") for number in range(MAX_WAITING_OF_TENANT)]
+    await turns()
+    with pytest.raises(Overloaded):
+        await check(pool, "shared", "b")
+    running = check(pool, "a0", "b")  # needs no place
+    await turns()
+    process.quick.answer(GOOD)
+    assert await running is False
+    await left(*backlog, *mine)
+
+
+async def test_a_request_that_waits_too_long_leaves_the_job_to_the_other_tenant(process, costs):
+    pool = CompilePool(process, costs, Verdicts(), max_wait_s=1.0)
+    await turns()
+    first = check(pool, "first", "a")
+    await process.quick.asked(1)
+    early = check(pool, "shared", "a")
+    await asyncio.sleep(0.5)
+    late = check(pool, "shared", "b")
+    for task in (first, early):
+        with pytest.raises(Overloaded, match="too long"):
+            await task
+    await answered(process.quick, [GOOD])
+    process.quick.answer(GOOD)
+    assert await late is False and process.quick.sent == ["first", "shared"]
+    await pool.close()
+
+
+async def test_each_tenant_has_its_turn_in_the_slow_lane_too(pool, process):
+    """The grammar was compiled in the turn of a, but b has the first turn behind it."""
+    backlog = [check(pool, f"a{number}", "a") for number in range(3)]
+    backlog.append(check(pool, "shared", "a"))
+    for number in range(4):
+        await process.quick.asked(number + 1)
+        if number < 3:
+            process.quick.answer(LATE)
+    mine = check(pool, "shared", "b")  # while it is running
+    await turns()
+    process.quick.answer(LATE)
+    await process.slow.asked(1)
+    late = Verdict("", 0.3)
+    later = check(pool, "a2", "c")  # while it waits in the slow lane
+    await turns()
+    await answered(process.slow, [late] * 3)
+    assert process.slow.sent == ["a0", "shared", "a2", "a1"]
+    assert await mine is True and await later is True
+    await left(*backlog)
+
+
+async def test_too_many_slow_grammars_of_one_tenant_fail_that_tenant_alone(pool, process):
+    """The slow lane is full of grammars of a when one comes that b waits for, too."""
+    count = MAX_WAITING_OF_TENANT + 1  # one of them is in work
+    flood = [check(pool, f"a{number}", "a") for number in range(count - 1)]
+    for number in range(count - 1):
+        await process.quick.asked(number + 1)
+        process.quick.answer(LATE)
+    flood.append(check(pool, "last", "a"))
+    await process.quick.asked(count)
+    process.quick.answer(LATE)
+    shared, mine = check(pool, "shared", "a"), check(pool, "shared", "b")
+    await process.quick.asked(count + 1)
+    process.quick.answer(LATE)
+    with pytest.raises(Overloaded):
+        await shared
+    await answered(process.slow, [GOOD] * 2)
+    assert process.slow.sent[:2] == ["a0", "shared"] and await mine is True
+    await left(*flood)
+
+
+async def test_a_lost_process_fails_the_requests_of_all_tenants(pool, process):
+    tasks = [check(pool, "lost", tenant) for tenant in ("a", "b")]
+    for _ in range(2):
+        ended = process.num_started
+        await process.quick.asked(1)
+        process.quick.answer(None)
+        async with asyncio.timeout(PATIENCE_S):
+            while process.num_started == ended:  # noqa: ASYNC110 - of a number
+                await asyncio.sleep(0)
+    for task in tasks:
+        with pytest.raises(ProcessLost):
+            await task

@@ -1,7 +1,5 @@
 """The order in which grammars are compiled: tenants' turns, by the CPU seconds they have used."""
 
-import asyncio
-
 import pytest
 
 from services.common.errors import Overloaded
@@ -16,8 +14,15 @@ from services.decoder.masks.grammar import GrammarSource
 SOURCE = GrammarSource("regex", "a")
 
 
-def job(tenant: str, number: int = 0) -> CompileJob:
-    return CompileJob(f"{tenant}{number}".encode(), SOURCE, tenant, asyncio.Future())
+def job(name: str) -> CompileJob:
+    return CompileJob(name.encode(), SOURCE)
+
+
+def put(queue: CompileQueue, tenant: str, number: int = 0) -> CompileJob:
+    """Puts a new job, whose name begins with its tenant's."""
+    new = job(f"{tenant}{number}")
+    queue.put(new, tenant)
+    return new
 
 
 @pytest.fixture
@@ -29,23 +34,22 @@ def served(queue: CompileQueue, costs: dict[str, float], count: int) -> list[str
     """Takes jobs, each of which costs what its tenant's do; returns their names."""
     found: list[str] = []
     for _ in range(count):
-        taken = queue.take()
-        queue.charge(taken.tenant, costs[taken.tenant])
-        found.append(taken.key.decode())
+        found.append(queue.take().key.decode())
+        queue.charge(costs[found[-1].rstrip("0123456789")])
     return found
 
 
 async def test_jobs_of_one_tenant_keep_their_order(queue):
     for number in range(3):
-        queue.put(job("a", number))
+        put(queue, "a", number)
     assert served(queue, {"a": 0.5}, 3) == ["a0", "a1", "a2"] and not len(queue)
 
 
 async def test_turns_are_charged_by_cpu_seconds(queue):
     """A tenant of cheap grammars compiles fifty in the time of one of the other's."""
     for number in range(60):
-        queue.put(job("cheap", number))
-        queue.put(job("dear", number))
+        put(queue, "cheap", number)
+        put(queue, "dear", number)
     order = served(queue, {"cheap": 0.01, "dear": 0.5}, 54)
     assert sum(name.startswith("dear") for name in order) == 2
     assert order[0] == "cheap0" and order[1] == "dear0"
@@ -53,38 +57,92 @@ async def test_turns_are_charged_by_cpu_seconds(queue):
 
 async def test_a_tenant_that_comes_is_behind_no_backlog(queue):
     for number in range(12):
-        queue.put(job("hostile", number))
+        put(queue, "hostile", number)
     served(queue, {"hostile": 0.5}, 3)
-    queue.put(job("other"))
+    put(queue, "other")
     assert served(queue, {"other": 0.003, "hostile": 0.5}, 1) == ["other0"]
 
 
 async def test_what_is_put_while_a_job_is_in_work_waits_behind_its_cost(queue):
-    queue.put(job("a", 1))
-    taken = queue.take()
-    queue.put(job("a", 2))
-    queue.put(job("b", 1))
-    queue.charge(taken.tenant, 0.5)
+    put(queue, "a", 1)
+    queue.take()
+    put(queue, "a", 2)
+    put(queue, "b", 1)
+    queue.charge(0.5)
     assert served(queue, {"a": 0.5, "b": 0.1}, 2) == ["b1", "a2"]
 
 
 async def test_nothing_is_owed_for_time_in_which_nobody_else_waited(queue):
     for number in range(10):
-        queue.put(job("a", number))
+        put(queue, "a", number)
     served(queue, {"a": 0.5}, 10)
-    queue.put(job("b", 1))
-    queue.put(job("a", 11))
-    queue.put(job("b", 2))
+    put(queue, "b", 1)
+    put(queue, "a", 11)
+    put(queue, "b", 2)
     assert served(queue, {"a": 0.1, "b": 0.1}, 3)[1] in ("a11", "b2")
 
 
 async def test_too_many_jobs_are_an_overload(queue):
     for number in range(MAX_WAITING_OF_TENANT):
-        queue.put(job("a", number))
+        put(queue, "a", number)
     with pytest.raises(Overloaded):
-        queue.put(job("a"))
+        put(queue, "a")
     for number in range(MAX_WAITING - MAX_WAITING_OF_TENANT):
-        queue.put(job(f"tenant {number}"))
+        put(queue, f"tenant {number} ")
     with pytest.raises(Overloaded):
-        queue.put(job("another"))
+        put(queue, "another")
+    assert len(queue) == MAX_WAITING
+
+
+async def test_a_job_of_two_tenants_is_taken_once_at_the_first_of_its_places(queue):
+    for number in range(12):
+        put(queue, "a", number)
+    shared = job("shared")
+    queue.put(shared, "a")
+    served(queue, {"a": 0.5}, 1)
+    queue.put(shared, "b")
+    assert len(queue) == 12, "the job is counted once"
+    assert queue.take() is shared and shared not in queue
+    queue.charge(0.5)
+    assert served(queue, {"a": 0.5}, 11) == [f"a{number}" for number in range(1, 12)]
+    assert not len(queue)
+
+
+async def test_the_tenant_in_whose_turn_a_job_was_taken_is_charged(queue):
+    """The other tenant keeps its turn, although it has waited for the job, too."""
+    shared = job("shared")
+    put(queue, "a", 1)
+    queue.put(shared, "a")
+    put(queue, "a", 2)
+    queue.put(shared, "b")
+    put(queue, "b", 1)
+    assert served(queue, {"a": 0.1, "shared": 0.5}, 2) == ["a1", "shared"]
+    assert served(queue, {"a": 0.1, "b": 0.1}, 2) == ["a2", "b1"]
+
+
+async def test_a_withdrawn_place_takes_no_turn_and_leaves_the_places_of_others(queue):
+    shared, alone = job("shared"), put(queue, "a", 1)
+    queue.put(shared, "a")
+    queue.put(shared, "b")
+    queue.withdraw(shared, "a")
+    queue.withdraw(alone, "a")
+    assert shared in queue and alone not in queue and len(queue) == 1
+    assert queue.take() is shared
+    queue.charge(0.5)
+    put(queue, "b", 2)
+    put(queue, "a", 2)
+    assert served(queue, {"a": 0.1, "b": 0.1}, 2) == ["a2", "b2"], "only b was charged"
+
+
+async def test_a_place_in_a_waiting_job_counts_for_its_tenant_alone(queue):
+    jobs = [put(queue, f"tenant {number} ") for number in range(MAX_WAITING)]
+    for each in jobs[:MAX_WAITING_OF_TENANT]:
+        queue.put(each, "a")  # although the queue is full: no job is added
+    with pytest.raises(Overloaded):
+        queue.put(jobs[-1], "a")
+    queue.put(jobs[-1], "b")
+    assert len(queue) == MAX_WAITING
+    queue.withdraw(jobs[0], "a")
+    queue.put(jobs[-1], "a")
+    queue.withdraw(jobs[-1], "b")
     assert len(queue) == MAX_WAITING
