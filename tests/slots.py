@@ -7,8 +7,11 @@ from services.gateway.tenancy.tenants import Limits, Tenant
 from services.gateway.tenancy.usage import Usage
 
 
-def slot_of(tenant: str = "", memory: RequestMemory | None = None) -> Slot:
+def slot_of(
+    tenant: str = "", memory: RequestMemory | None = None, *, is_background: bool = False
+) -> Slot:
     """A slot of a tenant without limits. Defaults to 1 GiB of memory."""
-    leases, found = Leases(), Tenant(tenant, Limits(), shares_caches=True)
+    leases = Leases()
+    found = Tenant(tenant, Limits(), shares_caches=True, is_background=is_background)
     usage = Usage(leases.quota(found), leases)
     return Slot(found, usage, memory or RequestMemory(MemoryBudget(1 << 30)))

@@ -26,7 +26,7 @@ from services.common.errors import InvalidRequest, MediaFetchFailed, Unavailable
 from services.gateway.bounds import MEMORY_PER_FETCHED_BYTE
 from services.gateway.media.kinds import Kind
 from services.gateway.tenancy.slot import Slot
-from services.gateway.tenancy.tenants import ANONYMOUS, bound_tenant
+from services.gateway.tenancy.tenants import ANONYMOUS, Tenant, bound_tenant
 
 _MAX_URL_LENGTH = 8192
 _MAX_REDIRECTS = 3
@@ -95,7 +95,9 @@ class SystemResolver:
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(_LOOKUP_THREADS, "lookup")
         self._lookups: dict[tuple[str, int], asyncio.Future[list[str]]] = {}
-        self._num_lookups: Counter[str] = Counter()  # unfinished look-ups, by tenant
+        # Unfinished look-ups, by the tenant's `queue_name`: batches do not use up the look-ups of
+        # their tenant's requests.
+        self._num_lookups: Counter[str] = Counter()
 
     @property
     def num_lookups(self) -> int:
@@ -112,21 +114,21 @@ class SystemResolver:
         if lookup is None:
             tenant = bound_tenant()
             limit = _MAX_LOOKUPS if tenant is ANONYMOUS else _MAX_LOOKUPS_PER_TENANT
-            if len(self._lookups) >= _MAX_LOOKUPS or self._num_lookups[tenant.name] >= limit:
+            if len(self._lookups) >= _MAX_LOOKUPS or self._num_lookups[tenant.queue_name] >= limit:
                 raise OSError("too many names are being looked up")
-            self._num_lookups[tenant.name] += 1
+            self._num_lookups[tenant.queue_name] += 1
             loop = asyncio.get_running_loop()
             lookup = loop.run_in_executor(self._threads, self.look_up, host, port)
             self._lookups[host, port] = lookup
-            lookup.add_done_callback(lambda done: self._forget((host, port), tenant.name, done))
+            lookup.add_done_callback(lambda done: self._forget((host, port), tenant, done))
         async with asyncio.timeout(self._timeout_s):
             return await asyncio.shield(lookup)
 
     def _forget(
-        self, name: tuple[str, int], tenant: str, done: "asyncio.Future[list[str]]"
+        self, name: tuple[str, int], tenant: Tenant, done: "asyncio.Future[list[str]]"
     ) -> None:
         del self._lookups[name]
-        self._num_lookups[tenant] -= 1
+        self._num_lookups[tenant.queue_name] -= 1
         if not done.cancelled():
             # asyncio reports an exception that is never retrieved. No caller may wait any more.
             done.exception()
@@ -192,7 +194,9 @@ class WebMedia:
         self._allow_private = allow_private
         self._ports = ports
         self._body_start_s = body_start_s
-        # These limits leave connections to others if a host is slow, or all hosts of a tenant.
+        # These limits leave connections to others if a host is slow, or all hosts of a tenant. The
+        # batches of a tenant have a limit of their own, because the lines of a batch may have a
+        # thousand images, and fetches of a tenant wait in the order of their arrival.
         self._hosts = _FetchLimit(_MAX_FETCHES_PER_HOST)
         self._tenants = _FetchLimit(_MAX_FETCHES_PER_TENANT)
         self._connections = asyncio.Semaphore(_MAX_CONNECTIONS)
@@ -216,7 +220,8 @@ class WebMedia:
             max_bytes: most bytes of the body.
             kind: kind of media that is expected behind the URL.
             slot: admission slot of the request. Its memory counts arriving bytes. Its tenant has a
-                limit of fetches at a time, unless the tenant has no name.
+                limit of fetches at a time, unless the request is one without a key. The lines of
+                the tenant's batches have another.
 
         Raises:
             InvalidRequest: the URL or its host is refused.
@@ -227,7 +232,7 @@ class WebMedia:
         """
         try:
             target = parse_url(url)
-            tenant = slot.tenant.name
+            tenant = slot.tenant.queue_name
             tenant_slot = self._tenants.slot(tenant) if tenant else nullcontext()
             async with asyncio.timeout(kind.fetch_s), tenant_slot:
                 for _ in range(_MAX_REDIRECTS + 1):

@@ -61,3 +61,29 @@ async def test_a_tenant_of_silent_names_leaves_threads_to_others():
     assert await ask("a", "quick") == ["93.184.216.34"]
     assert await ask("a", "quicker") == ["93.184.216.34"]
     resolver.close()
+
+
+async def test_a_batch_of_silent_names_leaves_look_ups_to_its_tenants_requests():
+    release = threading.Event()
+
+    class Silent(SystemResolver):
+        def look_up(self, host, port):
+            if host.startswith("silent"):
+                release.wait(PATIENCE_S)
+            return ["93.184.216.34"]
+
+    resolver = Silent()
+
+    async def ask(host, is_background):
+        tenant = Tenant("a", Limits(), shares_caches=False, is_background=is_background)
+        bind_identity(Identity(tenant))
+        return await resolver.resolve(host, 80)
+
+    lines = [asyncio.create_task(ask(f"silent{n}", True)) for n in range(20)]
+    await turns()
+    assert resolver.num_lookups == 16
+    assert await asyncio.create_task(ask("quick", False)) == ["93.184.216.34"]
+    release.set()
+    found = await asyncio.gather(*lines, return_exceptions=True)
+    assert sum(isinstance(one, OSError) for one in found) == 4
+    resolver.close()

@@ -73,8 +73,9 @@ class Web(WebMedia):
         super().__init__(allow_private=allow_private, **options)
         self.image = max_bytes, replace(IMAGE, fetch_s=timeout_s)
 
-    async def fetch(self, url, memory=None, tenant=""):
-        return await super().fetch(url, *self.image, slot_of(tenant, memory))
+    async def fetch(self, url, memory=None, tenant="", is_background=False):
+        slot = slot_of(tenant, memory, is_background=is_background)
+        return await super().fetch(url, *self.image, slot)
 
 
 class ToLoopback(Web):
@@ -484,7 +485,14 @@ async def test_a_slow_host_leaves_connections_to_others():
     assert most == 8
 
 
-async def test_a_tenant_of_slow_hosts_leaves_connections_to_others():
+@pytest.mark.parametrize(
+    ("slow_tenant", "is_background", "quick_tenant"),
+    [("slow", False, "quick"), ("same", True, "same"), ("", True, "")],
+    ids=["another tenant", "a batch of the same tenant", "a batch without a key"],
+)
+async def test_a_tenant_of_slow_hosts_leaves_connections_to_others(
+    slow_tenant, is_background, quick_tenant
+):
     running: set[asyncio.Task[None]] = set()
 
     async def silent(reader, writer):
@@ -500,12 +508,13 @@ async def test_a_tenant_of_slow_hosts_leaves_connections_to_others():
 
         def slow(number: int) -> asyncio.Task[bytes]:
             url = f"http://slow{number}.example:{port}/"
-            return asyncio.create_task(media.fetch(url, tenant="slow"))
+            fetch = media.fetch(url, tenant=slow_tenant, is_background=is_background)
+            return asyncio.create_task(fetch)
 
         fetches = [slow(number) for number in range(200)]
         while len(running) < 16:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        assert await media.fetch(f"http://quick.example:{other}/", tenant="quick") == b"abc"
+        assert await media.fetch(f"http://quick.example:{other}/", tenant=quick_tenant) == b"abc"
         assert len(running) == 16
         for fetch in fetches:
             fetch.cancel()
