@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from services.gateway.forms.json_body import Parser
+from services.gateway.forms.json_body import TEXT_END, Parser
 
 
 class FileObject(Struct):
@@ -50,7 +50,7 @@ class BatchRequest(Struct, forbid_unknown_fields=True):
 
     input_file_id: str
     endpoint: str
-    completion_window: Annotated[str, Meta(pattern=r"^([1-9]\d{0,2})h$")]
+    completion_window: Annotated[str, Meta(pattern=rf"^[1-9][0-9]{{0,2}}h{TEXT_END}")]
     metadata: (
         Annotated[
             dict[

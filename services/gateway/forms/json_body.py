@@ -23,6 +23,9 @@ _NO_JSON = "the body is not valid JSON"
 _WHERE = re.compile(r" - at (?:`key` in )?`\$(?:\.)?(.*)`$", re.DOTALL)
 _FIELD = re.compile(r"(?:unknown|required) field `(.*)`$", re.DOTALL)
 _VALUE = re.compile(r"Invalid value '(.*)'", re.DOTALL)
+# The end of the pattern of a text. In Python, `$` matches before a line break at the end, too. `\Z`
+# does not, but the OpenAPI document has the patterns, and ECMA's expressions have no `\Z`.
+TEXT_END = r"$(?!\n)"
 # Most bytes of a body, not counting its images.
 MAX_JSON_BYTES = 4 << 20
 # The parser holds the interpreter lock, so every other request waits meanwhile. A body with this

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from services.common.errors import InvalidRequest
+from services.gateway.forms.json_body import TEXT_END
 
 MAX_TOOLS = 512
 MAX_CALLS = 128
@@ -21,7 +22,7 @@ _CHARACTERS_OF_A_VALUE = 4
 _CONTAINERS = (dict, list)
 _MAX_COUNTED = 1 << 14  # characters of a value after which counting stops
 _SHOWN = ("name", "description", "parameters")  # fields that the model sees
-ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+ToolName = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9_.:-]{{1,128}}{TEXT_END}")]
 
 
 class FunctionDefinition(Struct, forbid_unknown_fields=True, omit_defaults=True):

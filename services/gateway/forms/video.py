@@ -14,6 +14,7 @@ from msgspec import Meta, Struct, structs
 
 from services.common.errors import InvalidRequest
 from services.common.frame_pairs import PixelLimits, Sampling
+from services.gateway.forms.json_body import TEXT_END
 
 # Most frames that a client may list for a video. The limits of a whole request are in `bounds`.
 MAX_LISTED_FRAMES = 1 << 16
@@ -25,7 +26,7 @@ _VLLMS_RATE = 1.0  # default frames per second of frames with `frames_indices`
 Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
 _MAX_FPS = 1000
 _Fps = Annotated[float, Meta(gt=0, le=_MAX_FPS)]
-_FpsText = Annotated[str, Meta(pattern=r"^(?=.*[1-9])[0-9]{1,3}(\.[0-9]{1,9})?$")]
+_FpsText = Annotated[str, Meta(pattern=rf"^(?=.*[1-9])[0-9]{{1,3}}(\.[0-9]{{1,9}})?{TEXT_END}")]
 _Frames = Annotated[int, Meta(ge=2, le=MAX_LISTED_FRAMES)]
 _FramesOrAll = Annotated[int, Meta(ge=_ALL, le=MAX_LISTED_FRAMES)]
 _FpsOfEach = Annotated[list[_Fps], Meta(max_length=1024)]

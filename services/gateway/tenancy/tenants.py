@@ -29,7 +29,7 @@ from services.common.settings import SettingsError
 
 KeyScope = Literal["inference", "metrics", "admin"]
 Count = Annotated[int, Meta(ge=1)]
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
 _INFERENCE: frozenset[KeyScope] = frozenset(("inference",))
 _ALL_SCOPES: frozenset[KeyScope] = frozenset(("inference", "metrics", "admin"))
 
@@ -67,7 +67,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class _Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     id: Name
     tenant: Name
-    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     expires: Annotated[datetime, Meta(tz=True)] | None = None
     scopes: frozenset[KeyScope] = frozenset(("inference",))
 

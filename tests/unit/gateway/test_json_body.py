@@ -8,15 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest, PayloadTooLarge
+from services.gateway.forms.batches import BatchRequest
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import (
     MAX_JSON_BYTES,
     MAX_JSON_NODES,
+    Parser,
     has_more_nodes,
     without_images,
 )
 from services.gateway.forms.openai import parse_chat_request
 from services.gateway.forms.responses_api import parse_responses_request
+from services.gateway.forms.tools import FunctionName
+from services.gateway.forms.video import NamedVideoPart
 from tests.attacks.rows import HELLO, body, json_bodies, many
 from tests.noise import least
 
@@ -118,3 +122,29 @@ def test_large_bodies_are_refused_at_memory_speed(item):
     """In 2 to 45 ms; to parse them takes 0.6 to 10 s."""
     data = body(HELLO, stop=many(item, 32 << 20))
     assert least(lambda: cpu_s(data), 0.2) <= 0.2
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "wrong"),
+    [
+        (FunctionName, {"name": "f"}, [{"name": each} for each in ("f\n", "\nf", "f\ng", "é")]),
+        (
+            BatchRequest,
+            {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"},
+            [{"completion_window": each} for each in ("24h\n", "2\u0663h", "024h", "24")],
+        ),
+        (
+            NamedVideoPart,
+            {"type": "video", "video": [], "sample_fps": "2.5"},
+            [{"sample_fps": each} for each in ("2.5\n", "\u0662", "0")],
+        ),
+    ],
+)
+def test_a_pattern_holds_for_the_whole_text(kind, text, wrong):
+    """A line break at the end is refused, and digits are those of ASCII."""
+    parse = Parser(kind)
+    parse(json.dumps(text).encode())
+    for fields in wrong:
+        with pytest.raises(InvalidRequest) as refused:
+            parse(json.dumps(text | fields).encode())
+        assert refused.value.param in fields

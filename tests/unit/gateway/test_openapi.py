@@ -13,7 +13,7 @@ from services.gateway.endpoints.examples import ADDRESS, BODIES
 from services.gateway.endpoints.field_descriptions import OWN, SHARED
 from services.gateway.endpoints.openapi import OPERATIONS, openapi_document
 from services.gateway.forms.hints import BY_OBJECT
-from services.gateway.forms.json_body import Parser
+from services.gateway.forms.json_body import TEXT_END, Parser
 from services.gateway.forms.parts import Call, Reasoning, Text
 from services.gateway.forms.responses import ChunkWriter, Update
 from tests.gateway_fixtures import all_routes
@@ -102,6 +102,27 @@ def test_references_lead_somewhere():
     text = json.dumps(DOCUMENT)
     for part in text.split('"$ref": "#/components/schemas/')[1:]:
         assert part[: part.index('"')] in SCHEMAS
+
+
+def patterns(schema):
+    """All patterns of texts in a part of the document."""
+    if isinstance(schema, list):
+        return [found for each in schema for found in patterns(each)]
+    if not isinstance(schema, dict):
+        return []
+    own = [schema["pattern"]] if isinstance(schema.get("pattern"), str) else []
+    return own + [found for each in schema.values() for found in patterns(each)]
+
+
+def test_patterns_mean_the_same_to_clients_and_to_the_gateway():
+    """Python's `$` matches before a line break, its `\\d` takes all scripts' digits, and ECMA's
+    expressions have no `\\Z`.
+    """
+    found = set(patterns(SCHEMAS))
+    assert len(found) >= 3
+    for pattern in found:
+        assert pattern.startswith("^") and pattern.endswith(TEXT_END)
+        assert not {r"\d", r"\w", r"\s", r"\Z"} & set(re.findall(r"\\.", pattern))
 
 
 def test_document_is_valid_for_clients(stack):

@@ -110,6 +110,12 @@ def test_a_bad_file_is_refused_at_start(tmp_path: Path, content: str):
         Keyring((), path)
 
 
+@pytest.mark.parametrize("wrong", [{"tenant": "a\n"}, {"id": "a\n"}, {"sha256": "0" * 64 + "\n"}])
+def test_a_line_break_is_in_no_name(tmp_path: Path, wrong: dict[str, str]):
+    with pytest.raises(SettingsError, match="GATEWAY_API_KEYS"):
+        Keyring((), write(tmp_path / "keys", entry("a", "one") | wrong))
+
+
 def test_equal_keys_are_refused(tmp_path: Path):
     path = write(tmp_path / "keys", entry("a", "one"), entry("b", "one"))
     with pytest.raises(SettingsError, match="equal"):
