@@ -18,8 +18,10 @@ from services.gateway.batches.state import Check, State, Write
 
 # Seconds for which a file is stored, unless its upload says otherwise; as with OpenAI.
 LIFETIME_S = 30 * 24 * 3600
-# All tenants together may have as many bytes as this number of tenants.
-_FULL_TENANTS = 2
+# Most bytes of the files and results of a tenant, of all tenants after an upload, and of all
+# tenants, as multiples of the bytes that a tenant may upload. Uploads leave bytes to results, and
+# others can upload while one tenant has all its bytes.
+_OWN_PARTS, _UPLOAD_PARTS, _ALL_PARTS = 2, 3, 4
 _PIECE_BYTES = 1 << 20
 _UPLOAD_S = 3600  # An upload that has not ended after this time is removed.
 OVERHEAD_BYTES = 4096  # counted for each file in addition to its content
@@ -126,9 +128,21 @@ class BatchFiles:
         Raises:
             NotFound: the tenant has no such file.
         """
+        record = await self.input(tenant, file_id)
+        if record.expires_at <= time.time():
+            raise NotFound(f"No such File object: {file_id[:100]}", param="id")
+        return record
+
+    async def input(self, tenant: str, file_id: str) -> FileRecord:
+        """Returns the file that an open batch reads. The file may have expired: it is removed only
+        after the batch has ended.
+
+        Raises:
+            NotFound: the tenant has no such file.
+        """
         data = await self._state.get(f"file:{tenant}/{file_id}")
         record = None if data is None else _decoder.decode(data)
-        if record is None or not record.is_complete or record.expires_at <= time.time():
+        if record is None or not record.is_complete:
             raise NotFound(f"No such File object: {file_id[:100]}", param="id")
         return record
 
@@ -172,11 +186,13 @@ class BatchFiles:
             if lines := b"".join([line for line in found if line is not None]):
                 yield lines
 
-    async def has_room_for_results(self, tenant: str) -> bool:
-        """Returns whether results of a tenant's batches may take more bytes."""
+    async def room_for_results(self, tenant: str) -> tuple[int, int]:
+        """Returns how many more bytes results of a tenant's batches may take: within the bound of
+        the tenant, and within that of all tenants. They are negative beyond the bounds.
+        """
         own, every = await self._state.values(_BYTES, [f"/{tenant}", _ALL])
-        most = 2 * self.max_tenant_bytes
-        return int(own or 0) < most and int(every or 0) < _FULL_TENANTS * most
+        most = self.max_tenant_bytes
+        return _OWN_PARTS * most - int(own or 0), _ALL_PARTS * most - int(every or 0)
 
     async def _reserve(self, tenant: str, record: FileRecord) -> None:
         """Counts the bytes of a file before they are stored."""
@@ -190,7 +206,7 @@ class BatchFiles:
                     f"{self.max_tenant_bytes} (GATEWAY_BATCH_BYTES): delete files first",
                     param="file",
                 )
-            if every + size > _FULL_TENANTS * self.max_tenant_bytes:
+            if every + size > _UPLOAD_PARTS * self.max_tenant_bytes:
                 raise PayloadTooLarge(
                     "the files of all tenants' batches take all memory that there is for them",
                     param="file",

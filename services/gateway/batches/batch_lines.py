@@ -18,8 +18,7 @@ MAX_LINES = 50_000
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_LINE_BYTES = 32 << 20
 _MAX_FAULTS = 100
-# Lines that are checked before other tasks of the gateway have a turn.
-_TURN_LINES, _TURN_BYTES = 64, 1 << 20
+_TURN_LINES = 64  # Lines that are read before other tasks of the gateway have a turn.
 
 
 class BatchLine(Struct):
@@ -58,13 +57,19 @@ _decode_body = msgspec.json.Decoder(_Body).decode
 
 
 async def lines_of(pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
-    """Yields the lines of a file that are not empty, without their ends."""
+    """Yields the lines of a file that are not empty, without their ends.
+
+    Other tasks of the gateway have a turn between some lines, and after each piece.
+    """
     rest = b""
     async for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
-        for line in whole:
+        for number, line in enumerate(whole, 1):
             if line := line.strip():
                 yield line
+            if number % _TURN_LINES == 0:
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
     if rest := rest.strip():
         yield rest
 
@@ -86,10 +91,9 @@ async def check_lines(lines: AsyncIterable[bytes], endpoint: str) -> tuple[int, 
     """
     faults: list[LineError] = []
     ids: set[str] = set()
-    number = num_bytes = 0
+    number = 0
     async for line in lines:
         number += 1
-        num_bytes += len(line)
         if number > MAX_LINES:
             fault = f"a batch has at most {MAX_LINES} lines"
             return number, [LineError("too_many_tasks", fault)]
@@ -98,9 +102,6 @@ async def check_lines(lines: AsyncIterable[bytes], endpoint: str) -> tuple[int, 
             faults.append(fault)
             if len(faults) == _MAX_FAULTS:
                 break
-        if number % _TURN_LINES == 0 or num_bytes > _TURN_BYTES:
-            num_bytes = 0
-            await asyncio.sleep(0)
     if not number:
         faults.append(LineError("empty_file", "the file has no line"))
     return number, faults
@@ -113,7 +114,7 @@ def _fault(line: bytes, endpoint: str, ids: set[str]) -> LineError | None:
     try:
         found = _decode_line(line)
         stream = _decode_body(found.body).stream
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return LineError("invalid_json_line", f"the line is not a request: {error}"[:300])
     if found.custom_id in ids:
         message = f"the custom_id {found.custom_id[:100]!r} is another line's, too"

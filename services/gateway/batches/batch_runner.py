@@ -54,6 +54,7 @@ _MAX_BATCHES = 16
 _MAX_FAILURES = 3
 # Gateways that may end, one after the other, while they run a batch and before a line of it ends.
 _MAX_CLAIMS = 8
+_ERRORS_AT_ONCE = 64  # errors of lines that are given up, stored in one transaction
 _STORE_TRIES = 8  # times that a result is sent to the state, some seconds apart
 _GIVEN_UP = {
     "expired": ("batch_expired", "the batch's completion window was over before the line ran"),
@@ -88,12 +89,16 @@ class _Running:
 
     Attributes:
         record: the batch, as it was at the last renewal.
-        stop: reason to stop: `cancelled`, `expired`, `full`, `lost` or `draining`. Empty if none.
+        stop: reason to stop: `cancelled`, `expired`, `full`, `no key`, `lost` or `draining`. Empty
+            if none.
+        is_waiting: true while no further line begins because the files of all tenants together
+            take all bytes that they may take.
     """
 
     lease: Lease
     record: BatchRecord
     stop: str = ""
+    is_waiting: bool = False
     lines: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     task: asyncio.Task[None] | None = None
 
@@ -202,10 +207,7 @@ class BatchRunner:
             except LeaseLost:
                 self._stop(running, "lost")
                 continue
-            if reason := _reason_to_stop(running.record):
-                self._stop(running, reason)
-            elif not await self.store.files.has_room_for_results(running.lease.tenant):
-                self._stop(running, "full")
+            await self._decide(running)
 
     async def _claim(self) -> None:
         if not self._service.ready():
@@ -219,9 +221,27 @@ class BatchRunner:
                 running = _Running(lease, await self.store.renew(lease))
             except LeaseLost:
                 continue
-            running.stop = _reason_to_stop(running.record)
+            # Otherwise each new batch of a tenant without room would run lines until the next look.
+            await self._decide(running)
             self._running.append(running)
             running.task = asyncio.create_task(self._run(running))
+
+    async def _decide(self, running: _Running) -> None:
+        """Decides by the record of a batch and by the stored bytes whether the batch stops or
+        waits.
+
+        A batch fails if its own tenant's files take too many bytes. If those of all tenants do, it
+        waits: others can be the cause, and files are deleted and expire.
+        """
+        if reason := _reason_to_stop(running.record):
+            self._stop(running, reason)
+            return
+        own, shared = await self.store.files.room_for_results(running.lease.tenant)
+        if own <= 0:
+            self._stop(running, "full")
+        elif shared <= 0 and not running.is_waiting:
+            log.warning("batch %s waits: all tenants' files are full", running.record.id)
+        running.is_waiting = shared <= 0
 
     def _stop(self, running: _Running, reason: str) -> None:
         running.stop = running.stop or reason
@@ -240,7 +260,7 @@ class BatchRunner:
         lease, record = running.lease, running.record
         try:
             faults = await self._check(running)
-            if not faults:
+            if not faults and not running.stop:
                 with suppress(_Stopped):
                     await self._run_lines(running)
             while running.lines:
@@ -281,7 +301,7 @@ class BatchRunner:
         if record.status != "validating":
             return []
         try:
-            file = await self.store.files.get(lease.tenant, record.input_file_id)
+            file = await self.store.files.input(lease.tenant, record.input_file_id)
             lines = lines_of(self.store.files.read(lease.tenant, file))
             total, faults = await check_lines(lines, record.endpoint)
         except TriptychError as error:
@@ -290,6 +310,9 @@ class BatchRunner:
             return [LineError("invalid_file", error.message, "input_file_id")]
         if not faults:
             running.record = await self.store.start(lease, total)
+            # Another gateway may have cancelled the batch meanwhile. Its record then has no number
+            # of lines, without which their results cannot be read.
+            running.stop = running.stop or _reason_to_stop(running.record)
         return faults
 
     async def _run_lines(self, running: _Running) -> None:
@@ -300,7 +323,7 @@ class BatchRunner:
         """
         lease = running.lease
         done = await self.store.done(lease)
-        file = await self.store.files.get(lease.tenant, running.record.input_file_id)
+        file = await self.store.files.input(lease.tenant, running.record.input_file_id)
         index = -1
         async for line in lines_of(self.store.files.read(lease.tenant, file)):
             index += 1
@@ -343,7 +366,7 @@ class BatchRunner:
             identity = self._keyring.of_tenant(running.lease.tenant)
             if identity is None:
                 running.stop = "no key"
-            elif self._service.ready() and self._has_room(identity):
+            elif not running.is_waiting and self._service.ready() and self._has_room(identity):
                 return replace(identity, key_id=running.record.key_id)
             else:
                 await asyncio.sleep(self._bounds.tick)
@@ -409,7 +432,13 @@ class BatchRunner:
         lease = running.lease
         reason = "failed" if faults else running.stop or "completed"
         if given_up := _GIVEN_UP.get(reason):
-            await self._give_up(running, *given_up)
+            num_left_out = await self._give_up(running, *given_up)
+            if num_left_out:
+                message = (
+                    f"{num_left_out} lines without an answer are left out of the error file, "
+                    "because the files of batches take too many bytes: delete files"
+                )
+                faults = [LineError("storage_full", message)]
         if running.stop == "full":
             message = "the results of the tenant's batches take too many bytes: delete files"
             faults = [LineError("storage_full", message)]
@@ -419,22 +448,43 @@ class BatchRunner:
         await self.store.end(lease, status, f"{status}_at", faults)
         log.info("batch %s is %s", lease.batch_id, status)
 
-    async def _give_up(self, running: _Running, code: str, message: str) -> None:
-        """Stores an error for each line that has no result."""
+    async def _give_up(self, running: _Running, code: str, message: str) -> int:
+        """Stores an error for each line that has no result, while there is room for errors.
+
+        Returns:
+            The number of lines that have no result because there is no room.
+        """
         lease = running.lease
-        done = await self.store.done(lease)
-        file = await self.store.files.get(lease.tenant, running.record.input_file_id)
         if not running.record.total:  # The batch was cancelled before its lines were checked.
-            return
-        results: list[tuple[int, bytes]] = []
+            return 0
+        done = await self.store.done(lease)
+        file = await self.store.files.input(lease.tenant, running.record.input_file_id)
+        errors: list[tuple[int, bytes]] = []
         index = -1
         async for line in lines_of(self.store.files.read(lease.tenant, file)):
             index += 1
-            if index not in done:
-                line_id = f"batch_req_{lease.batch_id.removeprefix('batch_')}_{index}"
-                custom_id = parse_line(line).custom_id
-                results.append((index, result_without_answer(line_id, custom_id, code, message)))
-        await self.store.add(lease, ERRORS, results)
+            if index in done:
+                continue
+            line_id = f"batch_req_{lease.batch_id.removeprefix('batch_')}_{index}"
+            custom_id = parse_line(line).custom_id
+            errors.append((index, result_without_answer(line_id, custom_id, code, message)))
+            if len(errors) == _ERRORS_AT_ONCE:
+                if not await self._add_errors(lease, errors):
+                    break
+                done.update(index for index, _ in errors)
+                errors = []
+        else:
+            if not errors or await self._add_errors(lease, errors):
+                return 0
+        return running.record.total - len(done)
+
+    async def _add_errors(self, lease: Lease, errors: list[tuple[int, bytes]]) -> bool:
+        """Stores errors of lines if there is room for all of them. Returns whether there is."""
+        room = min(await self.store.files.room_for_results(lease.tenant))
+        if sum(len(error) for _, error in errors) > room:
+            return False
+        await self.store.add(lease, ERRORS, errors)
+        return True
 
 
 def _reason_to_stop(record: BatchRecord) -> str:

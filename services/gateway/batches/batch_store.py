@@ -185,11 +185,7 @@ class BatchStore:
 
     async def uses(self, tenant: str, file_id: str) -> str | None:
         """Returns the name of an open batch that reads a file. None if there is none."""
-        for name in await self._state.members(f"active:{tenant}"):
-            found = await self._find(tenant, name)
-            if found is not None and found[0].input_file_id == file_id:
-                return name
-        return None
+        return (await self._inputs(tenant)).get(file_id)
 
     async def counts(self, name: str) -> dict[str, int]:
         """Returns the counts of a batch that has not ended: numbers of lines and of bytes."""
@@ -362,19 +358,37 @@ class BatchStore:
         )
 
     async def sweep(self) -> None:
-        """Removes files and batches whose time is over."""
-        for end in (await self._state.members(ENDS, time.time()))[:_NUM_WRITES]:
+        """Removes some of the files and batches whose time is over."""
+        inputs: dict[str, dict[str, str]] = {}  # by tenant
+        num_removed = 0
+        for end in await self._state.members(ENDS, time.time()):
             kind, _, name = end.partition(":")
             tenant, _, name = name.rpartition("/")
             if kind == "batch":
                 await self.expire(tenant, name)
-            elif await self.uses(tenant, name) is None:
+            else:
+                # No new batch can read a file whose time is over: one look at a tenant suffices.
+                if tenant not in inputs:
+                    inputs[tenant] = await self._inputs(tenant)
+                if name in inputs[tenant]:
+                    continue
                 await self.files.expire(tenant, name)
                 await self._state.transact((), [("zrem", ENDS, end)])
+            num_removed += 1
+            if num_removed == _NUM_WRITES:
+                return
 
     async def close(self) -> None:
         """Closes the connections of the state."""
         await self._state.close()
+
+    async def _inputs(self, tenant: str) -> dict[str, str]:
+        """Returns the files that a tenant's open batches read, each with the name of a batch."""
+        found: dict[str, str] = {}
+        for name in await self._state.members(f"active:{tenant}"):
+            if (batch := await self._find(tenant, name)) is not None:
+                found.setdefault(batch[0].input_file_id, name)
+        return found
 
     def _renewal(self, lease: Lease) -> Write:
         return ("set", lease.check.key, lease.token, self._lease_ms)

@@ -1,12 +1,12 @@
 """/v1/batches: many requests in a file, which run in the gaps of other requests."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, NotFound
 from services.common.model_spec import Task
 from services.gateway.batches.batch_files import LIFETIME_S, new_id
 from services.gateway.batches.batch_lines import ENDPOINTS
@@ -70,9 +70,17 @@ class BatchRoutes:
     async def batches(self, request: Request) -> Response:
         """Returns a page of the tenant's batches, the newest first."""
         batches, tenant = self._batches, bound_tenant().name
-        names = (await batches.names(tenant))[::-1]
-        shown, has_more = page(request, names, names, 20, 100)
-        data = [_object(await batches.get(tenant, name)) for name in shown]
+        while True:
+            names = (await batches.names(tenant))[::-1]
+            shown, has_more = page(request, names, names, 20, 100)
+            data: list[BatchObject] = []
+            for name in shown:
+                try:
+                    data.append(_object(await batches.get(tenant, name)))
+                except NotFound:  # Redis has evicted the record.
+                    await batches.expire(tenant, name)
+            if len(data) == len(shown):
+                break
         return JsonResponse(
             BatchList(data, data[0].id if data else None, data[-1].id if data else None, has_more)
         )
@@ -106,9 +114,12 @@ class BatchRoutes:
                 f"completion_window is '24h', or another number of hours up to {_MAX_WINDOW_H}",
                 param="completion_window",
             )
-        served = [path for path in ENDPOINTS if (path == _FOR_VECTORS) == (self._task == "embed")]
-        if self._task == "rank" or request.endpoint not in served:
-            shown = ", ".join(served) if self._task != "rank" else "none"
+        served: Collection[str] = ()
+        if self._task in ("generate", "embed"):
+            is_embedding = self._task == "embed"
+            served = [path for path in ENDPOINTS if (path == _FOR_VECTORS) == is_embedding]
+        if request.endpoint not in served:
+            shown = ", ".join(served) or "none"
             raise InvalidRequest(f"endpoints of this model's batches: {shown}", param="endpoint")
         return hours * 3600
 
