@@ -181,6 +181,9 @@ class GatewayStack:
                         await fake.start(fake.address)
                 while not self.all_healthy() or self.num_in_flight():  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
+            # The next health check would say so, too: the fakes have forgotten their adapters.
+            for pod in self.gateway.service.decoders.pods:
+                pod.adapters = ()
 
         self.thread.run(reset())
 

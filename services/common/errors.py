@@ -22,6 +22,7 @@
     ├── WrongImageKey                  503  an encoder computed another key for the image
     ├── VideoNotHeld                   503  an encoder lacks a video's file; the gateway sends it
     ├── Unavailable                    503  no healthy service is left
+    │   ├── AdapterUnavailable         503  a lost decoder had the adapter, and no healthy decoder
     │   ├── Overloaded                 503  a service is full or draining until `retry_after_s`
     │   └── ProcessLost                503  a process ended, perhaps because of the request
     │       └── EngineLost             503  an engine ended, perhaps because of the request
@@ -226,6 +227,12 @@ class Unavailable(
     retry=True,
 ):
     """A service that the request needs does not answer."""
+
+
+class AdapterUnavailable(Unavailable):
+    """No healthy decoder has the adapter that the request names, and a decoder that had the adapter
+    was lost and may come back. Clients get the code of `Unavailable`.
+    """
 
 
 class Overloaded(Unavailable, code="overloaded", grpc="RESOURCE_EXHAUSTED"):

@@ -14,6 +14,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from services.common.errors import Overloaded
+from services.common.pb.decoder_pb2 import Adapter
 from services.gateway.batches.batch_runner import RunnerBounds
 from services.gateway.batches.line_caller import LineCaller
 from tests.gateway_fixtures import asking, image_url
@@ -321,6 +322,39 @@ def test_lost_decoders_and_full_ones_cost_no_line(client, batching) -> None:
     batch = end_of(client, send(client, jsonl([line(str(n)) for n in range(20)])).id)
     assert batch.request_counts.completed == 20 and len(refused) == 8
     assert batching.metric("triptych_gateway_batch_lines_total", outcome="retried") >= 1
+
+
+def test_a_restart_of_its_adapters_decoder_costs_no_line(loop_thread, tmp_path: Path) -> None:
+    """The other decoder, which lacks the adapter, is healthy all the time."""
+    stack = GatewayStack(
+        loop_thread, tmp_path, num_decoders=2, batch_bounds=QUICK, log_level="ERROR",
+        batch_bytes=1 << 20,
+    )  # fmt: skip
+    pool, restarting = stack.gateway.service.decoders, stack.decoders[1]
+    restarting.adapters["sql"] = Adapter(name="sql", digest=b"sql")
+    stack.wait(lambda: any(pod.adapters for pod in pool.healthy()))
+    stack.thread.run(restarting.stop())
+    stack.wait(lambda: len(pool.healthy()) == 1)
+    with client_of(stack) as client:
+        started = send(client, jsonl([line(str(n), model="sql") for n in range(5)]))
+        labels = {"outcome": "retried"}
+        name = "triptych_gateway_batch_lines_total"
+        stack.wait(lambda: stack.metric(name, **labels) > 5 * 4)
+        stack.thread.run(restarting.start(restarting.address))
+        assert end_of(client, started.id).request_counts.completed == 5
+    stack.close()
+
+
+def test_a_line_whose_adapter_does_not_come_back_fails(client, batching) -> None:
+    """While no decoder is there, each name may be that of an adapter."""
+    batching.thread.run(batching.decoder.stop())
+    batching.wait(lambda: not batching.gateway.service.decoders.healthy())
+    started = send(client, jsonl([line("a"), line("b", model="sql")]))
+    batching.thread.run(batching.decoder.start(batching.decoder.address))
+    batch = end_of(client, started.id)
+    assert batch.request_counts.completed == batch.request_counts.failed == 1
+    (failed,) = results(client, batch.error_file_id)
+    assert failed["custom_id"] == "b" and failed["response"]["status_code"] == 404
 
 
 def test_another_gateway_continues_and_no_line_is_lost_or_twice(

@@ -8,6 +8,7 @@ import pytest
 
 from services.gateway.clients.pods import Pod
 from services.gateway.clients.served_adapters import LOAD_TIMEOUT_S
+from tests.fakes import FakeDecoder
 from tests.gateway_stack import MODEL, GatewayStack
 
 SURFACES = {
@@ -16,15 +17,6 @@ SURFACES = {
     "/v1/responses": {"input": "x"},
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_loaded(request: pytest.FixtureRequest) -> None:
-    """The decoders of a shared stack have forgotten their adapters, and the gateway has to."""
-    for name in {"stack", "pair"} & set(request.fixturenames):
-        stack: GatewayStack = request.getfixturevalue(name)
-        for pod in stack.gateway.service.decoders.healthy():
-            pod.adapters = ()
 
 
 def post(stack: GatewayStack, path: str, body: dict, key: str = ""):
@@ -145,6 +137,72 @@ def test_only_decoders_with_the_adapter_get_its_requests(pair: GatewayStack) -> 
     assert len(having.submits) == 6 and not lacking.submits
 
 
+def stop(stack: GatewayStack, decoder: FakeDecoder) -> None:
+    """Ends a decoder, and waits until the gateway has noticed it."""
+    pool = stack.gateway.service.decoders
+    stack.thread.run(decoder.stop())
+    stack.wait(lambda: decoder.address not in {pod.address for pod in pool.healthy()})
+
+
+def restart(stack: GatewayStack, decoder: FakeDecoder) -> None:
+    stack.thread.run(decoder.start(decoder.address))
+    stack.wait(stack.all_healthy)
+
+
+def test_a_request_may_be_tried_again_while_no_decoder_is_there(stack: GatewayStack) -> None:
+    load(stack)
+    stop(stack, stack.decoder)
+    for path, fields in SURFACES.items():
+        for model in (MODEL, "sql", "other"):  # nobody knows what the next decoder has
+            answer = post(stack, path, fields | {"model": model})
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1", model
+    assert names(stack) == {MODEL: None, "sql": MODEL}
+    with stack.client() as client:
+        assert client.get("/v1/models/sql").json()["parent"] == MODEL
+        assert client.get("/v1/models/other").status_code == 503
+    assert post(stack, "/v1/unload_lora_adapter", {"lora_name": "sql"}).status_code == 503
+    restart(stack, stack.decoder)
+    body = SURFACES["/v1/chat/completions"]
+    for model, status in ((MODEL, 200), ("sql", 200), ("other", 404)):
+        assert post(stack, "/v1/chat/completions", body | {"model": model}).status_code == status
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_an_adapter_is_missed_while_its_decoder_restarts(
+    pair: GatewayStack, comes_back: bool
+) -> None:
+    """The other decoder never had it. One that was loaded by a call does not come back."""
+    load(pair)
+    lacking, having = pair.decoders
+    lacking.adapters.clear()
+    pods = pair.gateway.service.decoders
+    pair.wait(lambda: sum(bool(pod.adapters) for pod in pods.healthy()) == 1)
+    stop(pair, having)
+    body = SURFACES["/v1/chat/completions"]
+    for model, status in ((MODEL, 200), ("sql", 503), ("other", 404)):
+        answer = post(pair, "/v1/chat/completions", body | {"model": model})
+        assert answer.status_code == status, model
+        assert (answer.headers.get("retry-after") == "1") is (status == 503)
+    assert names(pair) == {MODEL: None, "sql": MODEL}
+    unload = post(pair, "/v1/unload_lora_adapter", {"lora_name": "sql"})
+    assert unload.status_code == 503 and unload.json()["error"]["code"] == "unavailable"
+    if not comes_back:
+        having.adapters.clear()
+    restart(pair, having)
+    answer = post(pair, "/v1/chat/completions", body | {"model": "sql"})
+    assert answer.status_code == (200 if comes_back else 404)
+    assert ("sql" in names(pair)) is comes_back
+
+
+def test_an_unloaded_adapter_is_not_missed(pair: GatewayStack) -> None:
+    load(pair)
+    stop(pair, pair.decoders[1])
+    assert post(pair, "/v1/unload_lora_adapter", {"lora_name": "sql"}).status_code == 200
+    assert names(pair) == {MODEL: None}
+    body = SURFACES["/v1/chat/completions"] | {"model": "sql"}
+    assert post(pair, "/v1/chat/completions", body).status_code == 404
+
+
 @pytest.fixture
 def keyed(loop_thread, tmp_path) -> Iterator[GatewayStack]:
     """Two tenants, of which one has a list of adapters, and an administrator."""
@@ -179,3 +237,18 @@ def test_a_tenant_sees_and_uses_the_adapters_of_its_list_alone(keyed: GatewaySta
         answer = post(keyed, "/v1/chat/completions", body, key)
         assert answer.status_code == status
         assert status == 200 or "secret" not in answer.text.replace("'secret'", "")
+
+
+def test_adapters_of_others_do_not_exist_while_no_decoder_is_there(keyed: GatewayStack) -> None:
+    for name in ("sql", "secret"):
+        load(keyed, name, "admin")
+    stop(keyed, keyed.decoder)
+    assert names(keyed, "free") == {MODEL: None, "sql": MODEL, "secret": MODEL}
+    assert names(keyed, "bound") == {MODEL: None, "sql": MODEL}
+    for key, name, status in (
+        ("free", "secret", 503),
+        ("bound", "sql", 503),
+        ("bound", "secret", 404),
+    ):
+        body = SURFACES["/v1/chat/completions"] | {"model": name}
+        assert post(keyed, "/v1/chat/completions", body, key).status_code == status

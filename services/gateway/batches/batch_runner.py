@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from services.common.errors import (
+    AdapterUnavailable,
     DeadlineExceeded,
     NotFound,
     Overloaded,
@@ -55,6 +56,9 @@ _MAX_FAILURES = 3
 # Gateways that may end, one after the other, while they run a batch and before a line of it ends.
 _MAX_CLAIMS = 8
 _ERRORS_AT_ONCE = 64  # errors of lines that are given up, stored in one transaction
+# Errors of calls that were refused for a reason that passes. An `AdapterUnavailable` becomes a
+# `ModelNotFound` if no decoder comes back with the adapter in time.
+_HARMLESS = (Overloaded, RateLimited, AdapterUnavailable)
 _STORE_TRIES = 8  # times that a result is sent to the state, some seconds apart
 _GIVEN_UP = {
     "expired": ("batch_expired", "the batch's completion window was over before the line ran"),
@@ -392,11 +396,11 @@ class BatchRunner:
                 identity, running.record.endpoint, bytes(line.body), line_id
             )
             error = answer.error
-            if isinstance(error, Unavailable | DeadlineExceeded) and not isinstance(
-                error, Overloaded
-            ):
+            if isinstance(error, _HARMLESS):
+                pass
+            elif isinstance(error, Unavailable | DeadlineExceeded):
                 num_failures += 1
-            elif not isinstance(error, Overloaded | RateLimited):
+            else:
                 break
             if num_failures == _MAX_FAILURES:
                 break

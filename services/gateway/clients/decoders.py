@@ -11,6 +11,8 @@ and `Unavailable` if the decoder has closed it.
 import asyncio
 import itertools
 import logging
+import math
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
@@ -41,6 +43,7 @@ class DecoderPod(Pod):
         description: the model that the decoder serves. None until the pod is connected.
         load: load of the decoder at the last health check. None if the decoder did not report it.
         adapters: adapters that the decoder reported with its load.
+        reported_at: monotonic time of the last report.
         prompts: prompts that this gateway has sent to the decoder.
     """
 
@@ -48,6 +51,7 @@ class DecoderPod(Pod):
     description: pb.DescribeDecoderResponse | None = None
     load: pb.LoadResponse | None = None
     adapters: Sequence[pb.Adapter] = ()
+    reported_at: float = -math.inf
 
     def __init__(self, address: str, served: ServedModel, dialer: PodDialer) -> None:
         super().__init__(address, served, dialer)
@@ -98,7 +102,7 @@ class DecoderPod(Pod):
         if state is PodState.SERVING:
             with suppress(TriptychError):
                 load = await self.ask(self._ask_load, pb.LoadRequest())
-                self.adapters = load.adapters
+                self.adapters, self.reported_at = load.adapters, time.monotonic()
         self.load = load
         return state
 
@@ -272,6 +276,11 @@ class DecoderPool(Pool[DecoderPod]):
 
     pod = DecoderPod
 
+    def __init__(self, addresses: Sequence[str], served: ServedModel, dialer: PodDialer) -> None:
+        super().__init__(addresses, served, dialer)
+        # For each adapter of the decoders that were removed: monotonic time of the last report.
+        self._removed_adapters: dict[str, float] = {}
+
     def _candidates(self) -> list[DecoderPod]:
         """Returns the decoders that accept work and serve the gateway's model.
 
@@ -301,6 +310,43 @@ class DecoderPool(Pool[DecoderPod]):
     def loads(self) -> list[pb.LoadResponse]:
         """Returns the loads of the healthy decoders that report their load."""
         return [pod.load for pod in self.healthy() if pod.load is not None]
+
+    def lost_adapters(self) -> list[str]:
+        """Returns the names of the adapters of decoders that were lost and may come back.
+
+        A decoder that restarts has the adapters of its settings again. The gateway does not know
+        which adapters these are, so all are remembered: for `PodTimes.restart_s`, and, because
+        decoders may be scaled to zero, for as long as no decoder is healthy. If a decoder comes
+        back at its address without an adapter, the adapter is forgotten.
+        """
+        oldest = -math.inf
+        if self.healthy():
+            oldest = time.monotonic() - self._dialer.times.restart_s
+        names = [name for name, at in self._removed_adapters.items() if at > oldest]
+        for pod in self.pods:
+            is_lost = not pod.healthy or pod.unlisted
+            if is_lost and not pod.misfit and pod.reported_at > oldest:
+                names += (adapter.name for adapter in pod.adapters)
+        return list(dict.fromkeys(names))
+
+    def forget_adapter(self, name: str) -> None:
+        """Forgets that lost decoders had an adapter, because the adapter was unloaded."""
+        self._removed_adapters.pop(name, None)
+        for pod in self.pods:
+            if not pod.healthy or pod.unlisted:
+                pod.adapters = [adapter for adapter in pod.adapters if adapter.name != name]
+
+    async def _remove(self, address: str) -> None:
+        removed = self._removed_adapters
+        if self.healthy():  # Otherwise, all remain, see `lost_adapters`.
+            oldest = time.monotonic() - self._dialer.times.restart_s
+            for name in [name for name, at in removed.items() if at <= oldest]:
+                del removed[name]
+        pod, _ = self._pods[address]
+        if not pod.misfit:
+            for adapter in pod.adapters:
+                removed[adapter.name] = max(removed.get(adapter.name, -math.inf), pod.reported_at)
+        await super()._remove(address)
 
     async def reset_prefix_caches(self) -> int:
         """Empties the prefix caches of all healthy decoders.

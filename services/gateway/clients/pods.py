@@ -81,6 +81,8 @@ class PodTimes:
         check_timeout_s: timeout of a health check.
         absent_s: time from the gateway's start after which services that have not answered are
             assumed to be scaled to zero.
+        restart_s: time in which a lost decoder restarts and has the adapters of its settings again.
+            The manifests give a decoder as much time for its start.
     """
 
     resolve_s: float = 5.0
@@ -88,6 +90,7 @@ class PodTimes:
     check_s: float = 1.0
     check_timeout_s: float = 2.0
     absent_s: float = 10.0
+    restart_s: float = 900.0
 
 
 class PodNames:

@@ -1,13 +1,20 @@
 """The adapters that requests may call by name, which the decoders report with their load.
 
-A gateway has no setting for adapters: an adapter is served while a healthy decoder has it. A tenant
-sees all adapters unless its entry in the key file lists some.
+A gateway has no setting for adapters: an adapter is served while a healthy decoder has it. If only
+lost decoders had an adapter and may come back, the adapter is still listed, and requests for it get
+an error after which clients try again. A tenant sees all adapters unless its entry in the key file
+lists some.
 """
 
 import asyncio
 
 from services.common.adapter_config import already_loaded
-from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
+from services.common.errors import (
+    AdapterUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    Unavailable,
+)
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.clients.decoders import DecoderPod, DecoderPool
 from services.gateway.tenancy.tenants import bound_tenant
@@ -21,13 +28,58 @@ def served_adapters(decoders: DecoderPool) -> dict[str, pb.Adapter]:
 
     If decoders have different adapters of one name, as during a roll-out, the first is served.
     """
-    allowed = bound_tenant().limits.adapters
     found: dict[str, pb.Adapter] = {}
     for pod in decoders.healthy():
         for adapter in pod.adapters:
-            if allowed is None or adapter.name in allowed:
+            if _is_allowed(adapter.name):
                 found.setdefault(adapter.name, adapter)
     return found
+
+
+def known_adapters(decoders: DecoderPool) -> list[str]:
+    """Returns the names of the adapters that the caller's tenant may use: first the served
+    adapters, then the adapters of lost decoders that may come back.
+    """
+    lost = filter(_is_allowed, decoders.lost_adapters())
+    return list(dict.fromkeys((*served_adapters(decoders), *lost)))
+
+
+def check_adapter(decoders: DecoderPool, name: str) -> None:
+    """Checks that an adapter is served to the caller's tenant.
+
+    Args:
+        decoders: the decoders.
+        name: name in a request, which is not the name of the base model.
+
+    Raises:
+        AdapterUnavailable: no healthy decoder has the adapter, and a lost decoder that had it may
+            come back.
+        Unavailable: no decoder is healthy, so nobody knows which adapters there are.
+        ModelNotFound: there is no such adapter, or the tenant may not use it.
+    """
+    # The description is asked for first, because the pool may then begin to serve decoders with
+    # another checkpoint, whose adapters count.
+    is_served = decoders.description() is not None
+    if name in served_adapters(decoders):
+        return
+    if _is_allowed(name):
+        if not is_served:
+            raise Unavailable("no decoder is available", retry_after_s=1)
+        if name in decoders.lost_adapters():
+            raise _absent(name)
+    raise ModelNotFound(f"there is no adapter {name[:100]!r}", param="model")
+
+
+def _is_allowed(name: str) -> bool:
+    """Returns whether the caller's tenant may use an adapter of this name."""
+    allowed = bound_tenant().limits.adapters
+    return allowed is None or name in allowed
+
+
+def _absent(name: str) -> AdapterUnavailable:
+    return AdapterUnavailable(
+        f"no decoder with the adapter {name[:100]!r} is available", retry_after_s=1
+    )
 
 
 async def load_adapter(
@@ -76,11 +128,19 @@ async def unload_adapter(decoders: DecoderPool, name: str) -> None:
 
     Raises:
         ModelNotFound: no decoder has the adapter.
+        Unavailable: no decoder is healthy, or only lost decoders have the adapter, which may come
+            back with it.
     """
-    pods = [pod for pod in decoders.healthy() if any(a.name == name for a in pod.adapters)]
+    healthy = decoders.healthy()
+    if not healthy:
+        raise Unavailable("no decoder is available", retry_after_s=1)
+    pods = [pod for pod in healthy if any(a.name == name for a in pod.adapters)]
+    if not pods and name in decoders.lost_adapters():
+        raise _absent(name)
     if not pods:
         raise ModelNotFound(f"the adapter {name[:100]!r} is not loaded", param="lora_name")
     await asyncio.gather(*(_unload(pod, name) for pod in pods))
+    decoders.forget_adapter(name)
 
 
 async def _unload(pod: DecoderPod, name: str) -> None:

@@ -19,7 +19,7 @@ from msgspec import Raw, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.clients.served_adapters import served_adapters
+from services.gateway.clients.served_adapters import known_adapters
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.request.chat import ChatService
 
@@ -85,21 +85,25 @@ class ModelRoutes:
     async def models(self, request: Request) -> Response:
         """Lists all models. The names of this gateway's model come first."""
         others = await self._of_others(request)
-        own = self._service.model_names
-        own = [*own, *served_adapters(self._service.decoders)]
+        own = self._names()
         found = [*map(self._own, own), *(raw for name, raw in others.items() if name not in own)]
         return JsonResponse({"object": "list", "data": found})
 
     async def model(self, request: Request) -> Response:
         """Describes one model."""
         name: str = request.path_params["name"]
-        own = self._service.model_names
-        if name not in own and name not in served_adapters(self._service.decoders):
+        if name not in self._names():
             others = await self._of_others(request)
             if name in others:
                 return Response(bytes(others[name]), media_type="application/json")
-        self._service.check_model(name)
+            self._service.check_model(name)
         return JsonResponse(self._own(name))
+
+    def _names(self) -> Sequence[str]:
+        """Returns the names of this gateway's model and of its adapters. As the model, an adapter
+        is listed also while the decoders that have it restart.
+        """
+        return [*self._service.model_names, *known_adapters(self._service.decoders)]
 
     def _own(self, name: str) -> ModelCard:
         """Describes this gateway's model under one of its names, or one of its adapters."""

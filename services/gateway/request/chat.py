@@ -18,7 +18,11 @@ from services.gateway.answers.detokenizer import Choice
 from services.gateway.answers.thinking_budget import thinking_budget
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
-from services.gateway.clients.served_adapters import served_adapters
+from services.gateway.clients.served_adapters import (
+    check_adapter,
+    known_adapters,
+    served_adapters,
+)
 from services.gateway.clients.token_event import TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import Update
@@ -255,13 +259,17 @@ class ChatService:
 
         Raises:
             ModelNotFound: the request names a model that is not served.
+            Unavailable: the request names an adapter that decoders may have, none of which is
+                healthy.
         """
         if name is None or name in self.model_names:
             return
-        if name not in (adapters := served_adapters(self.decoders)):
-            served = ", ".join((*self.model_names, *adapters))
+        try:
+            check_adapter(self.decoders, name)
+        except ModelNotFound:
+            served = ", ".join((*self.model_names, *known_adapters(self.decoders)))
             message = f"the model {name[:100]!r} does not exist; this gateway serves {served}"
-            raise ModelNotFound(message, param="model")
+            raise ModelNotFound(message, param="model") from None
 
     def adapter(self, name: str | None) -> pb.Adapter:
         """Returns the adapter that a request names. It is without digest for the base model."""
@@ -287,7 +295,7 @@ class ChatService:
 
         Raises:
             ModelNotFound: `model` is neither the served model nor one of its adapters.
-            Unavailable: no decoder is healthy.
+            Unavailable: no decoder is healthy, or none that has the adapter.
         """
         self.check_model(model)
         found = self.decoders.description()
