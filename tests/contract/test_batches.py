@@ -357,6 +357,29 @@ def test_a_line_whose_adapter_does_not_come_back_fails(client, batching) -> None
     assert failed["custom_id"] == "b" and failed["response"]["status_code"] == 404
 
 
+@pytest.mark.parametrize("form", ["tokens", "strings"])
+def test_a_file_of_each_form_is_stored(client, batching, form: str) -> None:
+    """.NET writes names without quotes."""
+    mark = '"' if form == "strings" else ""
+    purpose = f"Content-Disposition: form-data; name={mark}purpose{mark}\r\n\r\nbatch"
+    file = (
+        f"Content-Disposition: form-data; name={mark}file{mark}; filename={mark}l.jsonl{mark}; "
+        "filename*=utf-8''l.jsonl\r\n\r\n"
+    )
+    content = jsonl([line("a")]).decode()
+    body = f"--b\r\n{purpose}\r\n--b\r\n{file}{content}\r\n--b--\r\n".encode()
+    headers = {
+        "content-type": 'multipart/form-data; boundary="b"', "authorization": "Bearer first"
+    }  # fmt: skip
+    with batching.client(headers=headers) as http:
+        stored = http.post("/v1/files", content=body).json()
+        wrong = http.post("/v1/files", content=body.replace(b"purpose", b"pur pose"))
+    assert stored["filename"] == "l.jsonl" and stored["bytes"] == len(content)
+    assert client.files.content(stored["id"]).content == content.encode()
+    assert form == "strings" or "part 1 of the form cannot be read" in wrong.text
+    assert wrong.status_code == 400
+
+
 def test_another_gateway_continues_and_no_line_is_lost_or_twice(
     loop_thread, tmp_path: Path
 ) -> None:
