@@ -3,13 +3,14 @@
 import json
 import socket
 
-import httpx2
 import numpy as np
 import pytest
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest, NoTokenAllowed
+from services.gateway.endpoints.request_context import RequestContext
 from services.gateway.forms.parts import Text
 from services.gateway.forms.responses import Update
+from services.gateway.http.exchange import Exchange
 from services.gateway.request.chat import ChatService
 from tests.gateway_fixtures import image_url
 from tests.gateway_stack import MODEL, GatewayStack
@@ -338,13 +339,63 @@ def test_a_bug_before_the_answer_is_a_500_that_says_nothing_of_it(stack, monkeyp
     assert "secret" not in response.text and "a secret" in caplog.text
 
 
-def test_a_bug_in_mid_stream_ends_the_connection_without_the_answers_end(stack, monkeypatch):
+STREAMS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
+}
+
+
+def events_of(answer: str) -> list[dict]:
+    lines = [line for line in answer.split("\n") if line.startswith("data: ")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("breaks_writer", [False, True])
+def test_a_bug_in_mid_stream_is_an_error_event(
+    stack, monkeypatch, caplog, path: str, breaks_writer: bool
+) -> None:
+    """The client learns that the answer is not whole, and the log says why."""
+
     async def fail(service, completion, **_):
         yield [Update(0, [Text("a")], None, None)]
         raise RuntimeError("a secret")
 
+    def fail_again(*_):
+        raise RuntimeError("another secret")
+
     monkeypatch.setattr(ChatService, "answer", fail)
-    with pytest.raises(httpx2.RemoteProtocolError, match="incomplete"):
-        stack.chat(stream=True)
+    if breaks_writer:
+        monkeypatch.setattr(RequestContext, "error_events", fail_again)
+    name, labels = "triptych_gateway_requests_total", {"outcome": "internal_error"}
+    num_failed = stack.metric(name, **labels)
+    answer = post(stack, path, {**STREAMS[path], "model": MODEL, "stream": True})
+    assert answer.status_code == 200 and "secret" not in answer.text
+    last = events_of(answer.text)[-1]
+    if breaks_writer or "completions" in path:
+        assert last["error"]["code"] == "internal_error"
+    elif path == "/v1/responses":
+        assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
+    else:
+        assert last["type"] == "error" and last["error"]["type"] == "api_error"
+    assert "RuntimeError: a secret" in caplog.text and "Traceback" in caplog.text
+    stack.wait(lambda: stack.metric(name, **labels) == num_failed + 1)
     monkeypatch.undo()
     assert stack.chat().status_code == 200
+
+
+def test_a_bug_behind_the_answers_end_sends_nothing_more(stack, monkeypatch, caplog) -> None:
+    write = Exchange.write
+
+    async def fail(exchange, data, *, last=False):
+        await write(exchange, data, last=last)
+        if last:
+            raise RuntimeError("a secret")
+
+    monkeypatch.setattr(Exchange, "write", fail)
+    answer = stack.chat(stream=True).text
+    assert answer.endswith("data: [DONE]\n\n") and "error" not in answer
+    monkeypatch.undo()
+    stack.wait(lambda: "a secret" in caplog.text)

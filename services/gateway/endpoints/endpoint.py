@@ -7,10 +7,12 @@ of chat completions, and its sibling files have those of the other surfaces. A `
 serves a path that needs a slot and generates nothing, such as `/tokenize`.
 
 Handlers raise `TriptychError`s. Before the response has started, an error becomes an HTTP error;
-afterwards, it becomes the last event of the stream.
+afterwards, it becomes the last event of the stream. Any other exception is a bug, which the client
+sees as an `InternalError` in the same way.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,9 +21,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
+from services.common.errors import DeadlineExceeded, InternalError, Overloaded, TriptychError
 from services.gateway.endpoints.request_context import RequestContext, ignored_of, renamed
 from services.gateway.forms.json_body import Body, free
+from services.gateway.forms.responses import error_event
 from services.gateway.http.exchange import JSON_TYPES, Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.request.chat import ChatService
@@ -29,6 +32,8 @@ from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.request_memory import RequestMemory
 from services.gateway.tenancy.slot import Slot
 from services.gateway.tenancy.tenants import bound_tenant
+
+log = logging.getLogger(__name__)
 
 # Seconds that a client may take to accept the error event of a stream that failed.
 _ERROR_EVENT_TIMEOUT_S = 5.0
@@ -159,8 +164,10 @@ class GenerationEndpoint:
 
         Raises:
             TriptychError: the handler failed before the response started.
-            ClientDisconnect: the handler failed after it had written the whole answer, of which the
-                client has yet to read the end.
+            ClientDisconnect: the client disconnected, or the handler failed after it had written
+                the whole answer, of which the client has yet to read the end.
+            Exception: a bug, before the response started or after the whole answer was written. The
+                middleware logs it, and answers if nothing was sent.
         """
         exchange = context.exchange
         remaining_s = self.service.request_timeout_s - context.timings.since_arrival()
@@ -177,11 +184,30 @@ class GenerationEndpoint:
                 raise
             if exchange.finished:
                 raise ClientDisconnect from None
-            error.without_frames()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
-                    await exchange.write(context.error_events(error), last=True)
-            return error.code
+            failure = error.without_frames()
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            if not exchange.started or exchange.finished:
+                raise
+            log.exception("a request failed after its response had started")
+            error.__traceback__ = error.__context__ = None  # They refer to the whole request.
+            failure = InternalError("internal error")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
+                await exchange.write(_last_events(context, failure), last=True)
+        return failure.code
+
+
+def _last_events(context: RequestContext, failure: TriptychError) -> bytes:
+    """Returns the last events of a stream that failed."""
+    try:
+        return context.error_events(failure)
+    except Exception:
+        # The bug that ended the stream may have left the writer of its events in a state from which
+        # it cannot write. The client still has to learn that the answer is not whole.
+        log.exception("the error of a stream could not be written as its API has it")
+        return error_event(failure)
 
 
 @dataclass(frozen=True, slots=True)
