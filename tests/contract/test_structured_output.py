@@ -13,7 +13,9 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from services.common.pb import decoder_pb2 as pb
+from services.common.process.channel import FrontChannel
 from services.decoder.engine.messages import AddSequence
+from services.decoder.masks.messages import Follow
 from tests.cases import cases
 from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of, until
 from tests.tiny_tokenizer import added_ids, tokenizer_json, write_text_model_directory
@@ -334,3 +336,27 @@ async def test_demands_that_exclude_each_other(decoder):
             await gateway.submit(submit_of(number, prompt_of(1), **fields))
             assert (await gateway.end(number)).code == "invalid_request"
     await until(decoder.is_idle)
+
+
+async def test_a_mask_process_and_its_successor_know_whose_turn_it_is(decoder, monkeypatch):
+    (process,) = decoder.masks.processes
+    sent, send = [], FrontChannel.send
+
+    def noted(channel, *messages):
+        for message in messages:
+            if isinstance(message, Follow):
+                sent.append((message.tenant, message.background))
+                if len(sent) == 1:
+                    process.process.kill()
+        send(channel, *messages)
+
+    async with Gateway(decoder) as gateway:
+        await answer(gateway, 1, grammar("REGEX", "a{3}"))
+        monkeypatch.setattr(FrontChannel, "send", noted)
+        submit = submit_of(2, prompt_of(2), stop_token_ids=[END])
+        submit.grammar.CopyFrom(grammar("REGEX", "a{7}"))
+        submit.tenant, submit.background = "a/batch", True
+        await gateway.submit(submit)
+        _, end = await told(gateway, 2)
+        assert isinstance(end, pb.Finished), end
+    assert sent == 2 * [("a/batch", True)]

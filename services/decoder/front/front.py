@@ -197,7 +197,13 @@ class DecoderFront(InputListener):
             self._start(sequence, message, images, submit.timeout_s)
             if constraints is not None:
                 generated = array("i", message.generated_token_ids).tolist()
-                self._masks.add(sequence.number, constraints, generated, submit.tenant)
+                self._masks.add(
+                    sequence.number,
+                    constraints,
+                    generated,
+                    submit.tenant,
+                    background=submit.background,
+                )
 
     def cancel(self, stream: Stream, sequence_id: int) -> None:
         """Cancels a sequence. Does nothing if the sequence has ended already."""

@@ -3,9 +3,10 @@
 A schema is first compiled in the quick lane, with a limit of CPU time that nearly all schemas meet.
 A schema that exceeds the limit is compiled again in the slow lane. Grammars that clients write have
 a lane of their own. Common schemas therefore never wait for hostile grammars of any tenant. In each
-lane tenants take turns by the CPU time that they have used. A grammar that several tenants wait for
-is compiled once, in the turn of the tenant that comes first. Requests fail if their grammar cannot
-be compiled or ends its fork. Waiting too long for a turn is an overload of the decoder.
+lane tenants take turns by the CPU time that they have used, and batches come behind all requests. A
+grammar that several tenants wait for is compiled once, in the turn of the tenant that comes first.
+Requests fail if their grammar cannot be compiled or ends its fork. Waiting too long for a turn is
+an overload of the decoder.
 """
 
 import asyncio
@@ -46,17 +47,17 @@ class _Lane:
         job: job that is being compiled, which outlives the process. None if the lane is idle.
     """
 
-    queue: CompileQueue = field(default_factory=CompileQueue)
+    queue: CompileQueue[CompileJob] = field(default_factory=CompileQueue[CompileJob])
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     job: CompileJob | None = None
 
-    def put(self, job: CompileJob, tenant: str) -> None:
-        """Adds a job to the jobs of a tenant.
+    def put(self, job: CompileJob, tenant: str, *, background: bool) -> None:
+        """Adds a job to the jobs of a tenant, in the background if `background` is True.
 
         Raises:
             Overloaded: too many jobs wait.
         """
-        self.queue.put(job, tenant)
+        self.queue.put(job, tenant, background=background)
         self.arrived.set()
 
 
@@ -91,12 +92,13 @@ class CompilePool:
         """Number of grammars that are being compiled."""
         return sum(lane.job is not None for lane in self._lanes)
 
-    async def check(self, source: GrammarSource, tenant: str) -> bool:
+    async def check(self, source: GrammarSource, tenant: str, *, background: bool = False) -> bool:
         """Compiles a grammar, unless its verdict is stored.
 
         Args:
             source: text of the grammar.
             tenant: tenant in whose turn the grammar may be compiled, and which is then charged.
+            background: True if this turn comes behind the turns of all other tenants.
 
         Returns:
             Whether the compilation takes long.
@@ -108,7 +110,7 @@ class CompilePool:
         """
         key = key_of(source)
         if (known := self._verdicts.find(key)) is None:
-            job = self._join(key, source, tenant)
+            job = self._join(key, source, tenant, background=background)
             waiters = job.waiters[tenant]
             waiters.number += 1
             try:
@@ -134,7 +136,9 @@ class CompilePool:
         await asyncio.gather(self._task, return_exceptions=True)
         await self.process.close()
 
-    def _join(self, key: bytes, source: GrammarSource, tenant: str) -> CompileJob:
+    def _join(
+        self, key: bytes, source: GrammarSource, tenant: str, *, background: bool
+    ) -> CompileJob:
         """Returns the job of a grammar, with waiters of the tenant. If the job is not running yet,
         it has a place among the tenant's own jobs, because it may be far behind in the backlog of
         another tenant that has sent the same grammar.
@@ -150,8 +154,9 @@ class CompilePool:
             lane = self._waits_in(job)
         if tenant not in job.waiters:
             if lane is not None:
-                lane.put(job, tenant)
-            job.waiters[tenant] = Waiters(asyncio.get_running_loop().create_future())
+                lane.put(job, tenant, background=background)
+            done = asyncio.get_running_loop().create_future()
+            job.waiters[tenant] = Waiters(done, background)
         self._jobs[key] = job
         return job
 
@@ -253,7 +258,7 @@ class CompilePool:
         """
         for tenant, waiters in list(job.waiters.items()):
             try:
-                self._lanes[SLOW_LANE].put(job, tenant)
+                self._lanes[SLOW_LANE].put(job, tenant, background=waiters.background)
             except Overloaded as error:
                 del job.waiters[tenant]
                 _fail(waiters, error)

@@ -1,7 +1,7 @@
 """The compiled grammars of a mask process, and the matchers that are created from them.
 
-All these grammars have been compiled in the compile process before (`compile_pool`). Their memory
-is bounded (`grammar_memory`).
+All these grammars have been compiled in the compile process before (`compile_pool`). The tenants
+take turns here, too (`compilations`). The memory of the grammars is bounded (`grammar_memory`).
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from services.common.errors import Overloaded
-from services.decoder.masks.compiler import Compiled, Vocabulary, compile_grammar
+from services.decoder.masks.compilations import Compilation, Compilations, Waiter
+from services.decoder.masks.compiler import Compiled, Vocabulary
 from services.decoder.masks.grammar import GrammarSource, TokenConstraints
 from services.decoder.masks.grammar_memory import GrammarMemory
 from services.decoder.masks.matcher import (
@@ -26,12 +26,11 @@ from services.decoder.masks.matcher import (
     mask_of,
 )
 from services.decoder.masks.rows import CLIENTS, QUICK, SLOW, Marks, num_mask_words
-from services.decoder.masks.work_thread import WorkThread
+from services.decoder.masks.work_thread import WorkThread, is_failure
 
 log = logging.getLogger(__name__)
 
 _CACHE_ENTRIES = 256
-_MAX_WAIT_S, _POLL_S = 10.0, 0.05  # of a grammar for its thread, and for memory
 # Masks of a grammar that takes longer to compile are filled in a thread from the first one on. A
 # parser's row takes time quadratic in the alternatives that begin at one place, and is limited only
 # when it is complete: 400 lists beside each other compile in 0.1 s of CPU time, and a mask within
@@ -89,15 +88,20 @@ class Grammars:
             partial(Vocabulary.read, directory, vocab_size, end_ids)
         )
         self.memory = memory or GrammarMemory()
-        self._turns = {thread: asyncio.Lock() for thread in self.threads}
-        self._num_compiling = 0
-        # A grammar that is being compiled is in both, too, so that it is compiled once. A grammar
-        # of running sequences stays in the second after it was dropped from the first.
+        self._compilations = Compilations(self.vocabulary, self.memory)
+        # A grammar that waits or is being compiled is in both, too, so that it is compiled once. A
+        # grammar of running sequences stays in the second after it was dropped from the first.
         self._cache: OrderedDict[GrammarSource, Lexer] = OrderedDict()
         self._lexers: WeakValueDictionary[GrammarSource, Lexer] = WeakValueDictionary()
 
     async def matcher(
-        self, constraints: TokenConstraints, number: int = 0, thread: WorkThread | None = None
+        self,
+        constraints: TokenConstraints,
+        number: int = 0,
+        thread: WorkThread | None = None,
+        *,
+        tenant: str = "",
+        background: bool = False,
     ) -> Matcher:
         """Creates a matcher at the start of a sequence's completion.
 
@@ -105,6 +109,8 @@ class Grammars:
             constraints: constraints of the sequence.
             number: the engine's number of the sequence.
             thread: thread that compiles the grammar, if necessary. Defaults to the quick thread.
+            tenant: tenant in whose turn the grammar may be compiled, and which is then charged.
+            background: True if this turn comes behind the turns of all other tenants.
 
         Raises:
             InvalidGrammar: the grammar is invalid, or uses features that are not supported.
@@ -115,8 +121,9 @@ class Grammars:
         if grammar is not None:
             await asyncio.shield(asyncio.wrap_future(self.vocabulary))
             self.memory.begin()
-            lexer = self._lexer(grammar.source, number, thread or self.quick)
-            compiled = await asyncio.shield(lexer.compiled)
+            lexer = self._lexer(grammar.source, thread or self.quick)
+            waiter = Waiter(number, tenant, background)
+            compiled = await self._compilations.wait(lexer.compilation, waiter)
             lexer.is_slow |= compiled.cpu_s > _LARGE_S
             state, strings = compiled.state.deep_copy(), compiled.strings
             strings = strings and strings.copy()
@@ -206,46 +213,24 @@ class Grammars:
         if self.memory.measures(grammar.used_s, grammar.measured_at_s):
             grammar.measure(self.memory)
 
-    def _lexer(self, source: GrammarSource, number: int, thread: WorkThread) -> Lexer:
-        """Returns the lexer of a grammar, which is compiled if necessary."""
+    def _lexer(self, source: GrammarSource, thread: WorkThread) -> Lexer:
+        """Returns the lexer of a grammar. If the grammar has not been compiled yet, it is compiled
+        once a sequence waits for it.
+        """
         found = self._lexers.get(source)
         if found is None or found.is_broken:
-            compiling = asyncio.ensure_future(self._compile(source, number, thread))
-            compiling.add_done_callback(partial(self._compiled, source))
-            found = self._lexers[source] = Lexer(compiling, is_slow=source.by_client)
+            done = asyncio.get_running_loop().create_future()
+            done.add_done_callback(partial(self._compiled, source))
+            compilation = Compilation(source, thread, done)
+            found = self._lexers[source] = Lexer(compilation, is_slow=source.by_client)
         self._cache[source] = found
         self._cache.move_to_end(source)
         if len(self._cache) > _CACHE_ENTRIES:
             self._cache.popitem(last=False)
         return found
 
-    async def _compile(self, source: GrammarSource, number: int, thread: WorkThread) -> Compiled:
-        """Compiles a grammar once it is the grammar's turn and there is memory for it."""
-        try:
-            async with asyncio.timeout(_MAX_WAIT_S) as waiting, self._turns[thread]:
-                # Freed memory has no event.
-                while not self.memory.has_room_beside(self._num_compiling):  # noqa: ASYNC110
-                    await asyncio.sleep(_POLL_S)
-                waiting.reschedule(None)
-                work = partial(compile_grammar, self.vocabulary.result(), source)
-                self._num_compiling += 1
-                try:
-                    return await thread.run(number, source, work)
-                finally:
-                    self._num_compiling -= 1
-        except TimeoutError:
-            message = "the grammars of other sequences take all time or memory"
-            raise Overloaded(message, retry_after_s=2) from None
-
     def _compiled(self, source: GrammarSource, done: "asyncio.Future[Compiled]") -> None:
         if done.cancelled() or done.exception():
             self._cache.pop(source, None)
             self._lexers.pop(source, None)
         self.trim()
-
-
-def is_failure(error: BaseException) -> bool:
-    """Returns whether an error is a failure of the work, which ends only its sequence. Such errors
-    include pyo3's `PanicException`, which derives from BaseException.
-    """
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -85,9 +85,7 @@ async def serve(
         while True:
             match await front.receive():
                 case Follow() as follow:
-                    masks.add(
-                        follow.sequence_id, follow.constraints, follow.generated, follow.is_slow
-                    )
+                    masks.add(follow)
                 case Forget() as forget:
                     masks.remove(forget.sequence_id)
                 case NewTokens() as tokens:

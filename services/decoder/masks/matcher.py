@@ -4,7 +4,6 @@ tokens and from bad words.
 `grammars.Grammars` creates matchers and runs them in threads. A matcher itself is plain state.
 """
 
-import asyncio
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -12,7 +11,8 @@ import numpy as np
 from llguidance import LLMatcher
 
 from services.decoder.masks.bounded_strings import BoundedStrings
-from services.decoder.masks.compiler import Compiled, short
+from services.decoder.masks.compilations import Compilation
+from services.decoder.masks.compiler import short
 from services.decoder.masks.grammar import Grammar
 from services.decoder.masks.grammar_memory import GrammarMemory
 from services.decoder.masks.rows import PROBE_WORDS, Int32Array
@@ -44,13 +44,13 @@ class Lexer:
     replaced.
 
     Attributes:
-        compiled: future of the compiled grammar.
+        compilation: compilation of the grammar.
         is_broken: True if the lexer has reached a limit. No further sequence uses it.
         is_slow: True if masks of the grammar take or may take long. They are then filled in a
             thread.
     """
 
-    compiled: "asyncio.Future[Compiled]"
+    compilation: Compilation
     is_broken: bool = False
     is_slow: bool = False
 

@@ -69,12 +69,16 @@ class Follow(msgspec.Struct, tag="follow"):
         constraints: constraints on the tokens of the sequence.
         generated: completion tokens so far.
         is_slow: True if the grammar takes long to compile.
+        tenant: tenant in whose turn the grammar may be compiled, and which is then charged.
+        background: True if this turn comes behind the turns of all other tenants.
     """
 
     sequence_id: int
     constraints: TokenConstraints
     generated: list[int]
     is_slow: bool = False
+    tenant: str = ""
+    background: bool = False
 
 
 class Forget(msgspec.Struct, tag="forget"):

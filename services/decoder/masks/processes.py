@@ -75,6 +75,8 @@ class _MaskedSequence:
         number: the engine's number of the sequence.
         constraints: constraints on the tokens of the sequence.
         generated: completion tokens so far.
+        tenant: tenant that is charged for the compilations of the grammar.
+        background: True if the sequence runs only where no other sequence waits.
         process: process that fills the masks. None while the grammar is being checked.
         checking: task that checks the grammar. None if the grammar is not being checked.
         num_deaths: number of processes that have ended while they worked on the sequence.
@@ -86,6 +88,8 @@ class _MaskedSequence:
     number: int
     constraints: TokenConstraints
     generated: list[int]
+    tenant: str
+    background: bool
     process: "_Process | None" = None
     checking: asyncio.Task[None] | None = None
     num_deaths: int = 0
@@ -100,7 +104,14 @@ class _MaskedSequence:
     @property
     def start_message(self) -> Follow:
         """The message that adds the sequence to a process."""
-        return Follow(self.number, self.constraints, self.generated, self.is_slow)
+        return Follow(
+            self.number,
+            self.constraints,
+            self.generated,
+            self.is_slow,
+            self.tenant,
+            self.background,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +196,13 @@ class MaskProcesses:
         self._tasks.append(asyncio.create_task(self._watch()))
 
     def add(
-        self, number: int, constraints: TokenConstraints, generated: list[int], tenant: str
+        self,
+        number: int,
+        constraints: TokenConstraints,
+        generated: list[int],
+        tenant: str,
+        *,
+        background: bool = False,
     ) -> None:
         """Adds a sequence, which the engine must know already. The engine receives its next mask.
 
@@ -193,13 +210,17 @@ class MaskProcesses:
             number: the engine's number of the sequence.
             constraints: constraints on the tokens of the sequence.
             generated: completion tokens that another decoder has sampled.
-            tenant: tenant that is charged for the compilation of the grammar.
+            tenant: tenant that is charged for the compilations of the grammar.
+            background: True if the sequence runs only where no other sequence waits. Its
+                compilations come behind those of other sequences.
         """
-        sequence = self._sequences[number] = _MaskedSequence(number, constraints, generated)
+        sequence = self._sequences[number] = _MaskedSequence(
+            number, constraints, generated, tenant, background
+        )
         if constraints.grammar is None:
             self._follow(sequence)
         else:
-            sequence.checking = asyncio.create_task(self._check(sequence, tenant))
+            sequence.checking = asyncio.create_task(self._check(sequence))
 
     def tokens_arrived(self, tokens: Iterable[tuple[int, list[int]]]) -> None:
         """Records tokens of running sequences. The engine has sent the tokens to the processes. The
@@ -251,11 +272,13 @@ class MaskProcesses:
         assert self._listener is not None, "the processes have not been started"
         self._listener.input_failed(number, error)
 
-    async def _check(self, sequence: _MaskedSequence, tenant: str) -> None:
+    async def _check(self, sequence: _MaskedSequence) -> None:
         grammar = sequence.constraints.grammar
         assert grammar is not None
         try:
-            sequence.is_slow = await self.compilers.check(grammar.source, tenant)
+            sequence.is_slow = await self.compilers.check(
+                grammar.source, sequence.tenant, background=sequence.background
+            )
         except TriptychError as error:
             self._fail(sequence.number, error)
         else:

@@ -23,7 +23,7 @@ from services.common.errors import (
 from services.common.process.channel import FrontChannel
 from services.decoder.engine.messages import NewTokens, TokenMasks
 from services.decoder.masks.grammar import GrammarSource, TokenConstraints
-from services.decoder.masks.grammars import Found, Grammars, is_failure
+from services.decoder.masks.grammars import Found, Grammars
 from services.decoder.masks.matcher import (
     GrammarMatcher,
     Matcher,
@@ -31,9 +31,9 @@ from services.decoder.masks.matcher import (
     NothingAllowed,
     UnexpectedToken,
 )
-from services.decoder.masks.messages import CannotFollow, MaskTimes, ThreadStuck, ToProcess
+from services.decoder.masks.messages import CannotFollow, Follow, MaskTimes, ThreadStuck, ToProcess
 from services.decoder.masks.rows import FILLING, MaskRows
-from services.decoder.masks.work_thread import WorkThread
+from services.decoder.masks.work_thread import WorkThread, is_failure
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class _MaskedSequence:
         generated: completion tokens so far.
         drafts: drafts behind these tokens that the engine wants masks for.
         is_slow: True if the grammar takes long to compile.
+        tenant: tenant that is charged for the compilation of the grammar.
+        background: True if its compilation comes behind those of other sequences.
         matcher: matcher of the sequence. None until the grammar has been compiled.
         thread: thread that uses the matcher and the row. None if the event loop uses them.
         task: task that waits for the thread. None before the first one.
@@ -66,7 +68,9 @@ class _MaskedSequence:
     row: int
     constraints: TokenConstraints
     generated: list[int]
-    is_slow: bool = False
+    is_slow: bool
+    tenant: str
+    background: bool
     matcher: Matcher | None = None
     thread: WorkThread | None = None
     task: asyncio.Task[None] | None = None
@@ -114,23 +118,20 @@ class SequenceMasks:
     _sequences: dict[int, _MaskedSequence] = field(default_factory=dict[int, _MaskedSequence])
     _tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
-    def add(
-        self, number: int, constraints: TokenConstraints, generated: list[int], is_slow: bool
-    ) -> None:
-        """Adds a sequence, and fills its next mask.
-
-        Args:
-            number: the engine's number of the sequence.
-            constraints: constraints on the tokens of the sequence.
-            generated: completion tokens so far.
-            is_slow: True if the grammar takes long to compile.
-        """
-        row = self.rows.take()
+    def add(self, follow: Follow) -> None:
+        """Adds a sequence, and fills its next mask."""
+        number, row = follow.sequence_id, self.rows.take()
         if row is None:
             self._fail(number, Overloaded("too many sequences have token masks"))
             return
         sequence = self._sequences[number] = _MaskedSequence(
-            number, row, constraints, generated, is_slow
+            number,
+            row,
+            follow.constraints,
+            follow.generated,
+            follow.is_slow,
+            follow.tenant,
+            follow.background,
         )
         self._start(sequence, self.front)
 
@@ -169,6 +170,8 @@ class SequenceMasks:
             sequence.is_removed = True
             if sequence.thread is None:
                 self.rows.release(sequence.row)
+            elif sequence.matcher is None and sequence.task is not None:
+                sequence.task.cancel()  # it waits for the grammar, so no thread uses the row
 
     def check_threads(self) -> None:
         """Abandons threads whose work takes too long, with the sequences that wait for them."""
@@ -225,7 +228,7 @@ class SequenceMasks:
         sequence.thread = thread
         sequence.task = task = asyncio.create_task(self._work(sequence, to))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._has_ended, sequence))
 
     def _thread_of(self, sequence: _MaskedSequence) -> WorkThread:
         """Returns the thread for the next work on a sequence."""
@@ -247,16 +250,31 @@ class SequenceMasks:
             self._fail(sequence.number, InternalError("the grammar could not be compiled"))
             return
         finally:
-            sequence.thread = None
-            if sequence.is_removed:
-                self.rows.release(sequence.row)
+            self._leave_thread(sequence)
         self._send([sequence], [mask], to)
+
+    def _has_ended(self, sequence: _MaskedSequence, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            self._leave_thread(sequence)  # a task that was cancelled at once has not begun
+
+    def _leave_thread(self, sequence: _MaskedSequence) -> None:
+        """Records that no thread uses a sequence's matcher and row any more."""
+        if sequence.thread is not None and sequence.is_removed:
+            self.rows.release(sequence.row)
+        sequence.thread = None
 
     async def _fill_in_thread(self, sequence: _MaskedSequence) -> Found:
         thread, number = sequence.thread, sequence.number
         assert thread is not None
         if (matcher := sequence.matcher) is None:
-            matcher = await self.grammars.matcher(sequence.constraints, number, thread)
+            matcher = await self.grammars.matcher(
+                sequence.constraints,
+                number,
+                thread,
+                tenant=sequence.tenant,
+                background=sequence.background,
+            )
             sequence.matcher = matcher
         row = self.rows.array[sequence.row]
         while True:

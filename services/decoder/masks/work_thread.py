@@ -87,3 +87,10 @@ class WorkThread:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         if self._niceness:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+
+
+def is_failure(error: BaseException) -> bool:
+    """Returns whether an error is a failure of the work, which ends only its sequence. Such errors
+    include pyo3's `PanicException`, which derives from BaseException.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -295,6 +295,25 @@ async def test_a_request_waits_for_no_line_of_its_tenants_batch(pool, process):
     await left(*lines)
 
 
+async def test_batches_come_behind_requests_in_each_lane(pool, process):
+    lines = [
+        asyncio.create_task(
+            pool.check(GrammarSource("regex", f"line {number}"), "a/batch", background=True)
+        )
+        for number in range(3)
+    ]
+    await process.quick.asked(1)
+    mine = [check(pool, f"b{number}", "b") for number in range(2)]
+    await turns()
+    await answered(process.quick, [LATE] * 4)
+    assert process.quick.sent == ["line 0", "b0", "b1", "line 1", "line 2"]
+    await process.slow.asked(1)
+    await answered(process.slow, [GOOD] * 3)
+    assert process.slow.sent == ["line 0", "b0", "b1", "line 1"]
+    assert [await task for task in mine] == [True, True]
+    await left(*lines)
+
+
 async def test_a_tenant_that_leaves_takes_its_own_place_with_it(pool, process):
     backlog = await backlog_of_a(pool, process, 3)
     mine = check(pool, "shared", "b")

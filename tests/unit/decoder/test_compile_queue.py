@@ -5,6 +5,7 @@ import pytest
 from services.common.errors import Overloaded
 from services.decoder.masks.compile_queue import (
     MAX_WAITING,
+    MAX_WAITING_FOR_BATCH,
     MAX_WAITING_OF_TENANT,
     CompileJob,
     CompileQueue,
@@ -146,3 +147,43 @@ async def test_a_place_in_a_waiting_job_counts_for_its_tenant_alone(queue):
     queue.put(jobs[-1], "a")
     queue.withdraw(jobs[-1], "b")
     assert len(queue) == MAX_WAITING
+
+
+async def test_batches_have_their_turns_behind_those_of_requests(queue):
+    """Batches of several tenants take turns among themselves, by CPU seconds, too."""
+    for number in range(3):
+        for tenant in ("a/batch", "b/batch"):
+            queue.put(job(f"{tenant}{number}"), tenant, background=True)
+    costs = {"a/batch": 0.5, "b/batch": 0.2, "a": 0.1}
+    assert served(queue, costs, 1) == ["a/batch0"]
+    put(queue, "a", 1)
+    put(queue, "a", 2)
+    order = served(queue, costs, 7)
+    assert order[:2] == ["a1", "a2"], "the batch's CPU time is not charged to requests"
+    assert order[2:] == ["b/batch0", "b/batch1", "b/batch2", "a/batch1", "a/batch2"]
+
+
+async def test_a_job_of_a_batch_that_a_request_waits_for_leaves_the_background(queue):
+    shared = job("shared")
+    queue.put(job("line"), "a/batch", background=True)
+    queue.put(shared, "a/batch", background=True)
+    queue.put(shared, "a")
+    assert queue.take() is shared
+    queue.charge(0.1)
+    assert served(queue, {"line": 0.1}, 1) == ["line"]
+
+
+async def test_batches_leave_space_for_jobs_of_requests(queue):
+    for number in range(MAX_WAITING_FOR_BATCH):
+        queue.put(job(f"{number}"), f"{number}/batch", background=True)
+    with pytest.raises(Overloaded):
+        queue.put(job("line"), "a/batch", background=True)
+    for number in range(MAX_WAITING - MAX_WAITING_FOR_BATCH):
+        put(queue, f"tenant {number} ")
+
+
+async def test_a_queue_without_bounds_refuses_no_job():
+    queue = CompileQueue(is_bounded=False)
+    for number in range(2 * MAX_WAITING):
+        put(queue, "a", number)
+    assert len(queue) == 2 * MAX_WAITING

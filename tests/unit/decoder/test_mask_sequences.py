@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,15 @@ from llguidance import LLParserLimits
 
 from services.common.errors import InternalError, InvalidGrammar, Overloaded
 from services.decoder.engine.messages import NewTokens, TokenMasks
-from services.decoder.masks import compiler, grammars
+from services.decoder.masks import compilations, compiler
 from services.decoder.masks.grammar import Grammar, GrammarSource, TokenConstraints
 from services.decoder.masks.grammar_memory import GrammarMemory
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.matcher import MatcherFailed
-from services.decoder.masks.messages import CannotFollow, MaskTimes, ThreadStuck
+from services.decoder.masks.messages import CannotFollow, Follow, MaskTimes, ThreadStuck
 from services.decoder.masks.rows import QUICK, SLOW, MaskRows, create_mask_memory, num_mask_words
 from services.decoder.masks.sequences import SequenceMasks
-from tests.noise import PATIENCE_S
+from tests.noise import PATIENCE_S, turns
 from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
 
 END = added_ids()["<|im_end|>"]
@@ -106,8 +107,8 @@ class Process:
     async def received(self) -> TokenMasks:
         return await asyncio.wait_for(self.inbox.masks.get(), PATIENCE_S)
 
-    def add(self, number, grammar, generated=(), *, is_slow=False):
-        self.masks.add(number, TokenConstraints(grammar), list(generated), is_slow)
+    def add(self, number, grammar, generated=(), **fields):
+        self.masks.add(Follow(number, TokenConstraints(grammar), list(generated), **fields))
 
     async def failure(self) -> CannotFollow:
         """The only one."""
@@ -149,12 +150,54 @@ async def test_a_row_has_another_sequence_only_when_nothing_writes_to_it(tmp_pat
     process.masks.remove(1)
     process.add(2, LONG)
     assert (await process.failure()).code == Overloaded.code
-    await asyncio.gather(*process.masks._tasks)
+    await asyncio.gather(*process.masks._tasks, return_exceptions=True)
     process.add(3, LONG)
     assert (await process.received()).sequence_ids == [3]
     process.masks.remove(3)
+    process.failures.clear()
+    release = threading.Event()
+    process.grammars.quick.submit(partial(release.wait, PATIENCE_S))
+    process.add(4, LONG)
+    await turns()
+    process.masks.remove(4)  # while the thread is to fill its mask
+    await turns()
+    process.add(5, LONG)
+    assert (await process.failure()).sequence_id == 5
+    release.set()
+    await asyncio.gather(*process.masks._tasks)
     assert process.rows.take() == 0 and process.rows.take() is None
     await process.masks.close()
+
+
+async def test_a_sequence_that_is_removed_while_it_waits_takes_no_turn(process):
+    release = threading.Event()
+    process.grammars.quick.submit(partial(release.wait, PATIENCE_S))
+    grammars = [schema(type="string", minLength=length) for length in range(4)]
+    for number, grammar in enumerate(grammars, 1):
+        process.add(number, grammar)
+    await turns()
+    for number in (2, 4):
+        process.masks.remove(number)
+    process.add(5, grammars[3])
+    release.set()
+    assert [(await process.received()).sequence_ids for _ in range(3)] == [[1], [3], [5]]
+    compilations = [process.grammars._lexers[g.source].compilation for g in grammars]
+    assert [c.has_begun for c in compilations] == [True, False, True, True]
+    assert not process.failures and len(process.rows._free) == 5
+
+
+async def test_tenants_take_turns_and_batches_come_behind_them(process):
+    release = threading.Event()
+    process.grammars.quick.submit(partial(release.wait, PATIENCE_S))
+    tenants = ["a/batch"] * 3 + ["a"] * 3 + ["b"]
+    for number, tenant in enumerate(tenants, 1):
+        grammar = schema(type="string", minLength=number)
+        process.add(number, grammar, tenant=tenant, background=tenant == "a/batch")
+        if number == 1:
+            await turns()  # the thread has the first grammar
+    release.set()
+    order = [(await process.received()).sequence_ids[0] for _ in tenants]
+    assert order == [1, 4, 7, 5, 6, 2, 3]
 
 
 class PanicException(BaseException):
@@ -173,7 +216,7 @@ async def test_a_panic_fails_its_sequence_alone(process, monkeypatch):
     process.step(1, process.tokenizer.tokenize_str('"'), 1)
     monkeypatch.undo()
     assert (await process.received()).num_generated == [1]  # by a new matcher, for once
-    monkeypatch.setattr(grammars, "compile_grammar", panics)
+    monkeypatch.setattr(compilations, "compile_grammar", panics)
     process.add(2, schema(type="null"))
     await asyncio.gather(*process.masks._tasks)
     failure = await process.failure()
