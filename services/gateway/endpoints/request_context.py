@@ -41,7 +41,9 @@ class RequestContext:
         slot: admission slot of the request, with its tenant.
         timings: times of the request's stages.
         completions: completions that have been prepared for the request, in order. Text completions
-            have one for each prompt, the other surfaces have one.
+            have one for each prompt, the surfaces of search have none, and the others have one.
+        ended: accounts of completions that are not in `completions`. Search, which may have
+            thousands of prompts, adds an account when a prompt ends, so that the prompt is freed.
         paths: names of the client's fields by the names of the chat request's fields, if the
             client's request was converted into a chat request; see `renamed`. An example is
             `{"messages[1]": "input[2]"}`.
@@ -55,6 +57,7 @@ class RequestContext:
     slot: Slot
     timings: Timings
     completions: list[Completion] = field(default_factory=list[Completion])
+    ended: list["Account"] = field(default_factory=list["Account"])
     paths: dict[str, str] = field(default_factory=dict[str, str])
     writer: AnswerWriter[Any] | None = None
 
@@ -68,8 +71,9 @@ class RequestContext:
         """Outcome of an answered request: the finish reason of its first choice, or `stop` if its
         model generates no text.
         """
-        choices = self.completions[0].choices
-        return (choices[0].finish_reason or "internal_error") if choices else "stop"
+        if not self.completions:
+            return "stop"
+        return self.completions[0].choices[0].finish_reason or "internal_error"
 
     async def parse(self, parse: Parse[Parsed], body: Body) -> Parsed:
         """Returns the parsed body.
@@ -79,10 +83,21 @@ class RequestContext:
         """
         return await parse_body(self.service, parse, body, self.exchange.scope)
 
-    async def prepare(
+    async def prepare(self, chat: ChatRequest, draft: Draft | None = None) -> Completion:
+        """Prepares and charges the only completion of a request. See `prepare_part`."""
+        completion = await self.prepare_part(chat, draft=draft)
+        await self.charge()
+        return completion
+
+    async def charge(self) -> None:
+        """Charges all prepared completions to the tenant's limits, see `ChatService.charge`."""
+        await self.service.charge(self.completions, self.slot)
+
+    async def prepare_part(
         self, chat: ChatRequest, timings: Timings | None = None, draft: Draft | None = None
     ) -> Completion:
-        """Prepares a completion of a chat request, see `ChatService.prepare`.
+        """Prepares a completion of a chat request, see `ChatService.prepare`. When all completions
+        of the request are prepared, `charge` has to be called.
 
         Args:
             chat: chat request of the client, or the one that the client's request was converted to.
@@ -125,35 +140,70 @@ class RequestContext:
         Returns:
             The numbers of tokens and images of the request, for the audit log.
         """
-        usages = [completion.usage() for completion in self.completions]
-        for completion, usage in zip(self.completions, usages, strict=True):
-            _observe(self.metrics, completion, usage, waits=not self.slot.tenant.is_background)
-        self.slot.usage.correct([usage.prompt_tokens + usage.completion_tokens for usage in usages])
+        accounts = [*self.ended, *map(Account.of, self.completions)]
+        for account in accounts:
+            _observe(self.metrics, account, waits=not self.slot.tenant.is_background)
+        usages = [account.usage for account in accounts if account.was_submitted]
+        num_prompt_tokens = sum(usage.prompt_tokens for usage in usages)
+        num_completion_tokens = sum(usage.completion_tokens for usage in usages)
+        self.slot.usage.correct(num_prompt_tokens + num_completion_tokens)
         return {
-            "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
-            "completion_tokens": sum(usage.completion_tokens for usage in usages),
-            "images": sum(len(completion.images) for completion in self.completions),
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_completion_tokens,
+            "images": sum(account.num_images for account in accounts),
         }
 
 
-def _observe(metrics: GatewayMetrics, completion: Completion, usage: Usage, *, waits: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What remains of a completion for the accounting of its request.
+
+    Attributes:
+        usage: numbers of tokens of the prompt and of the answer.
+        num_images: number of images and videos of the prompt.
+        num_choices: number of choices of the answer. 0 if the model generates no text.
+        timings: times of the completion's stages.
+        was_submitted: True if a decoder was sent the prompt. Otherwise no tokens were used.
+    """
+
+    usage: Usage
+    num_images: int
+    num_choices: int
+    timings: Timings
+    was_submitted: bool
+
+    @classmethod
+    def of(cls, completion: Completion) -> "Account":
+        """Returns the account of a completion that has ended."""
+        return cls(
+            completion.usage(),
+            len(completion.images),
+            len(completion.choices),
+            completion.timings,
+            completion.was_submitted,
+        )
+
+
+def _observe(metrics: GatewayMetrics, account: Account, *, waits: bool) -> None:
     """Exports the metrics of a completion. Its times are exported only if a client waits for it,
     because the lines of batches wait for gaps.
     """
-    seconds = completion.timings.seconds if waits else {}
+    usage, seconds = account.usage, account.timings.seconds if waits else {}
     for stage, value in seconds.items():
         metrics.stage(stage).observe(value)
+    if not account.was_submitted:
+        return
     metrics.prompt_tokens.inc(usage.prompt_tokens)
     metrics.completion_tokens.inc(usage.completion_tokens)
     metrics.prompt_length.observe(usage.prompt_tokens)
     metrics.answer_length.observe(usage.completion_tokens)
-    if num_image_tokens := completion.prompt.num_image_tokens:
+    if num_image_tokens := usage.prompt_tokens_details.image_tokens:
         metrics.image_tokens.inc(num_image_tokens)
-    if completion.cached_tokens:
-        metrics.cached_tokens.inc(completion.cached_tokens)
+    if num_cached_tokens := usage.prompt_tokens_details.cached_tokens:
+        metrics.cached_tokens.inc(num_cached_tokens)
     if "first_token" in seconds:
         metrics.ttft.observe(seconds["first_token"])
-        num_later = usage.completion_tokens - len(completion.choices)
+        num_later = usage.completion_tokens - account.num_choices
         if "total" in seconds and num_later > 0:
             metrics.tpot.observe((seconds["total"] - seconds["first_token"]) / num_later)
 

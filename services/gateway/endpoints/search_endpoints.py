@@ -1,13 +1,15 @@
 """POST /v1/embeddings, /pooling, /v1/rerank, /v2/rerank and /v1/score: the handlers of search.
 
-All prompts of a request are tokenized first, so that a wrong one is refused before any work. They
-then run at the same time, up to a limit. A failure of one prompt ends the request with its error.
+All prompts of a request are tokenized first, so that a wrong one is refused before any work. Then
+their images are loaded, and the tokens of all prompts are charged at once. The prompts then run at
+the same time, up to a limit. A failure of one prompt ends the request with its error.
 """
 
 import asyncio
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +17,10 @@ import numpy as np
 import pybase64
 from msgspec import UNSET, Raw
 
-from services.common.errors import InvalidRequest, TriptychError
+from services.common.errors import InvalidRequest, Overloaded, TriptychError
 from services.common.model_spec import Task
-from services.gateway.endpoints.request_context import RequestContext, now, renamed
+from services.gateway.bounds import MEMORY_PER_CALLED_BYTE
+from services.gateway.endpoints.request_context import Account, RequestContext, now, renamed
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import ChatRequest, Part
 from services.gateway.forms.responses import encode_json
@@ -45,11 +48,16 @@ from services.gateway.forms.search import (
 )
 from services.gateway.gather import gather
 from services.gateway.prompts.search_prompts import SearchDraft
-from services.gateway.request.search import FloatArray, SearchService
+from services.gateway.request.search import FloatArray, SearchPrompt, SearchService
+from services.gateway.request.shared_media import SharedMedia, Source
 from services.gateway.tenancy.quota import SEQUENCES
 
 # Most prompts of a request that run at a time.
 _MAX_RUNNING = 128
+# Most bytes that copies of an image in the calls to encoders may take, beyond the first copy, when
+# several prompts of a request have the image.
+_MAX_CALLED_BYTES = 64 << 20
+_FITTED_AT_ONCE = 16  # prompts whose tokens are counted between two turns of other requests
 # Bytes that a number of a vector takes: as float32, and twice in the answer, as JSON or base64.
 _JSON_BYTES, _BASE64_BYTES, _FLOAT_BYTES = 52, 16, 8
 _MAX_SIM_ROWS = 64
@@ -61,6 +69,17 @@ _REMEDIES: Mapping[Task, str] = {
     "rank": "it ranks documents: POST /v1/rerank or /v1/score",
     "token_embed": "it makes a vector of each token: POST /pooling, /v1/rerank or /v1/score",
 }
+
+
+@contextmanager
+def _naming(paths: Mapping[str, str]) -> Generator[None]:
+    """Gives an error of the block the client's own name of the field that is wrong."""
+    try:
+        yield
+    except TriptychError as error:
+        if error.param is not None:
+            error.param = renamed(error.param, paths)
+        raise
 
 
 async def wrong_task(task: Task, context: RequestContext, body: Body) -> None:
@@ -107,53 +126,102 @@ class _Runs:
     request: SearchFields
     truncated: set[int] = field(default_factory=set[int])
     bytes_per_token: int = 0
-    _charging: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def results(self, prompts: Sequence[_Prompt]) -> list[FloatArray]:
-        """Runs prompts, and returns their results in order."""
-        most = self.context.slot.usage.quota.limits[SEQUENCES]
+        """Runs prompts, and returns their results in order.
+
+        All images are loaded and all tokens are counted before the request is charged, once for all
+        prompts, and no prompt runs before that. A prompt's positions exist only while it runs.
+        """
+        media = SharedMedia(self.context.service, self.context.slot)
+        try:
+            await self._load(media, prompts)
+            fitted = await self._fit(media, prompts)
+            limit = await self._charge(media, fitted)
+
+            async def run(place: tuple[int, _Prompt]) -> FloatArray:
+                index, prompt = place
+                with _naming(prompt.paths):
+                    return await self._run(index, prompt, fitted[index])
+
+            return await gather(run, enumerate(prompts), limit)
+        finally:
+            media.close()
+
+    async def _load(self, media: SharedMedia, prompts: Sequence[_Prompt]) -> None:
+        """Loads the distinct images and videos of all prompts."""
+        firsts: dict[Hashable, tuple[Source, _Prompt]] = {}
+        for prompt in prompts:
+            for source in (*prompt.draft.draft.images, *prompt.draft.draft.videos):
+                firsts.setdefault(source.key, (source, prompt))
+
+        async def load(first: tuple[Source, _Prompt]) -> None:
+            source, prompt = first
+            with _naming(prompt.paths):
+                await media.load(source)
+
+        if firsts:
+            await gather(load, firsts.values(), _MAX_RUNNING)
+
+    async def _fit(self, media: SharedMedia, prompts: Sequence[_Prompt]) -> list[SearchPrompt]:
+        fitted: list[SearchPrompt] = []
+        for index, prompt in enumerate(prompts):
+            with _naming(prompt.paths):
+                found = self.search.fit(self.request, prompt.draft, media)
+            if found.draft.is_cut:
+                self.truncated.add(index)
+            fitted.append(found)
+            if index % _FITTED_AT_ONCE == 0:
+                await asyncio.sleep(0)  # Other requests have a turn.
+        return fitted
+
+    async def _charge(self, media: SharedMedia, prompts: Sequence[SearchPrompt]) -> int:
+        """Charges all prompts to the limits of the tenant and of the memory.
+
+        Returns:
+            The number of prompts that may run at a time.
+        """
+        slot = self.context.slot
+        most = slot.usage.quota.limits[SEQUENCES]
         limit = _MAX_RUNNING if most is None else max(1, min(_MAX_RUNNING, int(most)))
-        num_counted = 0
-
-        async def run(place: tuple[int, _Prompt]) -> FloatArray:
-            nonlocal num_counted
-            index, prompt = place
-            timings = self.context.timings
-            if index:
-                timings = replace(timings, seconds={})
+        limit = min(limit, len(prompts))
+        num_bytes = media.called_bytes(prompt.draft.draft for prompt in prompts)
+        if num_bytes:
+            # One call of each image is counted where its bytes are. Each further prompt that runs
+            # at the same time copies the bytes into a call of its own.
+            num_bytes *= MEMORY_PER_CALLED_BYTE
+            limit = max(1, min(limit, 1 + _MAX_CALLED_BYTES // num_bytes))
             try:
-                completion, is_cut = await self.search.prepare(
-                    self.request,
-                    prompt.chat,
-                    prompt.draft,
-                    self.context.exchange.request_id,
-                    timings,
-                    self.context.slot,
-                )
-                if is_cut:
-                    self.truncated.add(index)
-                service = self.context.service
-                num_pixels = service.prompts.num_pixels(completion.prompt)
-                # `RequestContext.settle` needs the completions in the order of their charges. The
-                # sequences that run at a time are charged once, not those of all prompts.
-                async with self._charging:
-                    num_sequences = int(num_counted < limit)
-                    num_tokens = len(completion.prompt.token_ids)
-                    self.context.slot.memory.add(num_tokens * self.bytes_per_token)
-                    await self.context.slot.usage.charge(num_tokens, num_sequences, num_pixels)
-                    num_counted += num_sequences
-                    self.context.completions.append(completion)
-                return await self.search.run(completion)
-            except TriptychError as error:
-                if error.param is not None:
-                    error.param = renamed(error.param, prompt.paths)
-                raise
+                slot.memory.add((limit - 1) * num_bytes)
+            except Overloaded:  # There is no memory for further copies.
+                limit = 1
+        num_tokens = sum(prompt.num_tokens for prompt in prompts)
+        slot.memory.add(num_tokens * self.bytes_per_token)
+        num_pixels = sum(prompt.num_pixels for prompt in prompts)
+        # The sequences that run at a time are charged, not those of all prompts.
+        await slot.usage.charge(num_tokens, limit, num_pixels)
+        return limit
 
-        return await gather(run, enumerate(prompts), limit)
+    async def _run(self, index: int, prompt: _Prompt, fitted: SearchPrompt) -> FloatArray:
+        context, timings = self.context, self.context.timings
+        if index:
+            timings = replace(timings, seconds={})
+        completion = self.search.completion(
+            self.request,
+            prompt.chat,
+            fitted,
+            context.exchange.request_id,
+            timings,
+            context.slot,
+        )
+        try:
+            return await self.search.run(completion)
+        finally:
+            context.ended.append(Account.of(completion))
 
     def usage(self) -> SearchUsage:
-        """Returns the tokens of all prompts."""
-        found = [completion.usage() for completion in self.context.completions]
+        """Returns the tokens of all prompts, which have ended."""
+        found = [account.usage for account in self.context.ended]
         num_tokens = sum(usage.prompt_tokens for usage in found)
         details: dict[str, int] = {}
         for name in ("cached_tokens", "image_tokens", "video_tokens"):
@@ -404,12 +472,8 @@ async def _prompt(
     paths: Mapping[str, str],
     max_document_tokens: int | None = None,
 ) -> _Prompt:
-    try:
+    with _naming(paths):
         draft = await search.draft(request, chat, instruction, max_document_tokens)
-    except TriptychError as error:
-        if error.param is not None:
-            error.param = renamed(error.param, paths)
-        raise
     return _Prompt(draft, chat, paths)
 
 

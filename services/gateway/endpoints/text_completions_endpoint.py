@@ -41,7 +41,7 @@ from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
 async def text_completions(context: RequestContext, body: Body) -> None:
     """Answers a request for text completions, whole or as a stream. Each prompt is prepared in
-    turn; their completions then run at the same time.
+    turn. All are then charged at once, and their completions run at the same time.
 
     Raises:
         TriptychError: the request is invalid, or it cannot be served.
@@ -56,11 +56,12 @@ async def text_completions(context: RequestContext, body: Body) -> None:
         timings = replace(context.timings, seconds={}) if index else context.timings
         with timings.measure("tokenize"):
             draft = await _draft(service, request, prompt, param)
-        completion = await context.prepare(chat, timings, draft)
+        completion = await context.prepare_part(chat, timings, draft)
         beginnings.append(_echoed(service, prompt, draft, completion) if request.echo else "")
         await asyncio.sleep(0)  # Each prompt may take some ms, so other requests have a turn.
     # A decoder may still refuse a prompt, and its error does not say which.
     context.paths["messages"] = "prompt"
+    await context.charge()
     name = service.name_in_answer(request.model)
     writer = _Writer(request, f"cmpl-{context.answer_id}", beginnings, service.tokenizer, name)
     if request.stream:

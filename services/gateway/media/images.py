@@ -6,7 +6,7 @@ caused the error.
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol
@@ -51,6 +51,12 @@ class ImageSource:
     max_pixels: int | None = None
     stored_name: str | None = None
     grids: Sequence[Grid] = ()
+
+    @property
+    def key(self) -> Hashable:
+        """Everything that decides what is loaded: all fields but the place in the request."""
+        options = (self.detail, self.min_pixels, self.max_pixels, self.stored_name)
+        return (self.url, *options, tuple(map(tuple, self.grids)))
 
     @property
     def num_images(self) -> int:

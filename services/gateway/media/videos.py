@@ -9,8 +9,8 @@ caused the error.
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from services.common.errors import (
@@ -68,6 +68,13 @@ class VideoSource:
     sampling: Sampling
     limits: PixelLimits
     taken: Taken
+
+    @property
+    def key(self) -> Hashable:
+        """Everything that decides what is loaded: all fields but the place in the request."""
+        urls = self.urls if isinstance(self.urls, str) else tuple(self.urls)
+        indices = None if self.taken.indices is None else tuple(self.taken.indices)
+        return urls, self.sampling, self.limits, replace(self.taken, indices=indices)
 
 
 def _has_failed(call: "asyncio.Task[ProbeResponse]") -> bool:
@@ -253,6 +260,22 @@ class VideoReader:
                 raise
             videos.append(video)
         return videos
+
+    def check_together(self, videos: Sequence[Video]) -> None:
+        """Checks the number of frames of a prompt whose videos were not loaded by one `read`.
+
+        Raises:
+            InvalidRequest: all videos together have too many frames. Its `param` names the video
+                with which they exceed the limit.
+        """
+        num_frames = 0
+        for video in videos:
+            num_frames += video.usage.frames
+            try:
+                self._check_number(num_frames)
+            except InvalidRequest as error:
+                error.param = video.param
+                raise
 
     async def _of_file(
         self,

@@ -7,7 +7,7 @@ by that many tokens and computes all positions. With an image of four tokens, th
 `[5, IMAGE, 6]` becomes the prompt `[5, IMAGE, IMAGE, IMAGE, IMAGE, 6]`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -167,11 +167,24 @@ class PromptBuilder:
         positions, delta = geometry.positions(len(token_ids), runs)
         return Prompt(token_ids, positions, delta, runs)
 
-    def num_pixels(self, prompt: Prompt) -> int:
-        """Returns the number of pixels of all images and frames of a prompt after resizing."""
+    def num_tokens(
+        self, draft: Draft, images: Sequence[Sequence[Unit]], videos: Sequence[Video] = ()
+    ) -> int:
+        """Returns the number of tokens of the prompt that `expand` makes of the same arguments."""
+        count, geometry = len(draft.token_ids), self._geometry
+        if geometry is not None:
+            count += sum(len(geometry.placeholders(units)[0]) - 1 for units in images)
+            count += sum(len(self._frames(video)[0]) - 1 for video in videos)
+        return count
+
+    def num_pixels(self, units: Iterable[Unit]) -> int:
+        """Returns the number of pixels of all images and frames of a prompt after resizing.
+
+        Args:
+            units: units of the images and of the videos.
+        """
         if self._geometry is None:
             return 0
-        units = [run.unit for run in prompt.runs]
         # Each patch of a pair of frames covers the same square of both frames.
         num_patches = sum(unit.num_patches * (2 if unit.frames else 1) for unit in units)
         return num_patches * self._geometry.patch_size**2

@@ -282,6 +282,7 @@ class Attempts:
             if choice > 0 or generated:
                 submit.sampling.ClearField("prompt_logprobs")
             self._sequences[choice] = decoder.submit(submit, choice, self, self._chain)
+            request.was_submitted = True
 
     def _take_decoder(self) -> DecoderPod:
         """Returns the decoder that has sequences of the request, or else chooses a decoder.

@@ -1,9 +1,10 @@
 """The service behind all endpoints that generate text: it turns a request into an answer.
 
-`ChatService.prepare` checks the request, loads its images and makes its prompt. If the gateway has
-to refuse the request, `prepare` raises the error. `ChatService.answer` then runs the request on an
-encoder and a decoder, and yields `Update`s: new text, tokens or tool calls of one choice. The
-handlers in `endpoints/` call both methods and speak HTTP. Both methods raise `TriptychError`s.
+`ChatService.prepare` checks the request, loads its images and makes its prompt, and `charge` counts
+the prompts of a request towards its tenant's limits. If the gateway has to refuse the request,
+these two raise the error. `ChatService.answer` then runs the request on an encoder and a decoder,
+and yields `Update`s: new text, tokens or tool calls of one choice. The handlers in `endpoints/`
+call the methods and speak HTTP. All methods raise `TriptychError`s.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -86,21 +87,20 @@ class ChatService:
         slot: Slot,
         draft: Draft | None = None,
     ) -> Completion:
-        """Checks a request, loads its images and makes its prompt. No decoder is called.
+        """Checks a request, loads its images and makes its prompt. No decoder is called, and the
+        tokens are not charged yet: see `charge`.
 
         Args:
             request: parsed request. The parser has checked each field alone; contradictions between
                 fields are found here.
             request_id: id of the request in logs and traces.
             timings: recorder of the times that the request's stages take.
-            slot: admission slot of the request. The slot counts the memory of the images, and the
-                tokens and pixels that the request takes from its tenant's limits.
+            slot: admission slot of the request, which counts the memory of the images.
             draft: tokenized prompt, before images are loaded. None if the prompt is yet to be
                 rendered from the request's messages.
 
         Raises:
-            TriptychError: the request is invalid, exceeds a limit of its tenant, or cannot be
-                served now.
+            TriptychError: the request is invalid, or cannot be served now.
         """
         decoder = self.decoder(request.model)
         if draft is None:
@@ -143,10 +143,22 @@ class ChatService:
         )
         # If the request wants logprobs of its prompt, the prompt must not be too long for that.
         completion.prompt_scores.check(request, len(prompt.token_ids))
-        num_tokens = len(prompt.token_ids) + request.num_choices * sampling.max_tokens
-        num_pixels = self.prompts.num_pixels(prompt)
-        await slot.usage.charge(num_tokens, request.num_choices, num_pixels)
         return completion
+
+    async def charge(self, completions: Sequence[Completion], slot: Slot) -> None:
+        """Charges all completions of a request to its tenant's limits.
+
+        Raises:
+            TriptychError: the request exceeds a limit of its tenant.
+        """
+        num_tokens = num_choices = 0
+        for each in completions:
+            num_tokens += (
+                len(each.prompt.token_ids) + each.chat.num_choices * each.sampling.max_tokens
+            )
+            num_choices += each.chat.num_choices
+        units = [run.unit for each in completions for run in each.prompt.runs]
+        await slot.usage.charge(num_tokens, num_choices, self.prompts.num_pixels(units))
 
     async def answer(
         self,

@@ -61,6 +61,9 @@ class Completion:
         prediction: int32 ids of the request's prediction. Empty if there is none.
         predicted: numbers of accepted and rejected tokens of the prediction so far.
         sent_whole: True if the answer is sent when it is complete.
+        was_submitted: True if a decoder was sent a sequence. Before that, no tokens are used.
+        shares_media: True if other completions of the request have the same images and videos. The
+            files of the videos are then closed at the end of the request.
     """
 
     request_id: str
@@ -82,6 +85,8 @@ class Completion:
     prediction: bytes = b""
     predicted: tuple[int, int] = 0, 0
     sent_whole: bool = False
+    was_submitted: bool = False
+    shares_media: bool = False
 
     @property
     def portion(self) -> int:

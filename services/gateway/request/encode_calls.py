@@ -184,10 +184,14 @@ class EncodeCalls:
             await asyncio.wait([call.task for call in self._calls.values()], timeout=timeout_s)
 
     def close(self) -> None:
-        """Cancels the running calls and closes the request's video files."""
+        """Cancels the running calls, and closes the video files unless other completions of the
+        request have them.
+        """
         for call in self._calls.values():
             call.task.cancel()
         self._calls.clear()
+        if self.request.shares_media:
+            return
         for medium in self.request.images:
             if medium.file is not None:
                 medium.file.close()

@@ -2,10 +2,11 @@
 
 A prompt of a model for search is a sequence that ends with its last prompt token. `Attempts` runs
 it like a chat request's: with the same encoders and decoders, limits, retries and deadlines.
-`SearchService` shares these parts with the `ChatService` of the same gateway. Both methods raise
+`SearchService` shares these parts with the `ChatService` of the same gateway. All its methods raise
 `TriptychError`s.
 """
 
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from services.common.pb import decoder_pb2 as pb
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.search import SearchFields, text_of
+from services.gateway.media.images import Image
+from services.gateway.media.videos import Video
 from services.gateway.metrics import Timings
 from services.gateway.prompts.search_prompts import SearchDraft, SearchPrompts
 from services.gateway.request.attempts import Attempts
@@ -25,11 +28,33 @@ from services.gateway.request.chat import ChatService
 from services.gateway.request.completion import Completion
 from services.gateway.request.drafts import MAX_CONTEXTS_TO_CUT
 from services.gateway.request.sampling import check_room
+from services.gateway.request.shared_media import SharedMedia
 from services.gateway.tenancy.slot import Slot
 
 FloatArray = npt.NDArray[np.float32]
 # Longer text is tokenized in a thread.
 _INLINE_CHARS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class SearchPrompt:
+    """A prompt whose images and videos are loaded, with what it takes of the tenant's limits.
+
+    The tokens of its images are yet to be placed, because a request may have thousands of prompts.
+
+    Attributes:
+        draft: tokenized prompt, cut if it was too long.
+        images: images in order.
+        videos: videos in order.
+        num_tokens: number of tokens, with those of images and videos.
+        num_pixels: number of pixels of all images and frames after resizing.
+    """
+
+    draft: SearchDraft
+    images: Sequence[Image]
+    videos: Sequence[Video]
+    num_tokens: int
+    num_pixels: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,39 +136,50 @@ class SearchService:
             check_room(len(token_ids), decoder.max_model_len, param)
         return self.prompts.of_ids(token_ids)
 
-    async def prepare(
+    def fit(self, request: SearchFields, draft: SearchDraft, media: SharedMedia) -> SearchPrompt:
+        """Cuts a prompt if the request asks for it, and counts its tokens.
+
+        Args:
+            media: images and videos of all prompts, which are loaded.
+
+        Raises:
+            TriptychError: the prompt is too long.
+        """
+        prompts, max_tokens = self.chat.prompts, self.chat.decoder(request.model).max_model_len
+        images, videos = media.of(draft.draft)
+        units = [image.units for image in images]
+        num_tokens = prompts.num_tokens(draft.draft, units, videos)
+        if (limit := request.truncate_prompt_tokens) is not None:
+            excess = num_tokens - (max_tokens - 1 if limit < 0 else limit)
+            if excess > 0:
+                draft = draft.shortened(excess, self.prompts.placeholders)
+                num_tokens -= excess
+        check_room(num_tokens, max_tokens)
+        num_pixels = prompts.num_pixels(unit for each in (*images, *videos) for unit in each.units)
+        return SearchPrompt(draft, images, videos, num_tokens, num_pixels)
+
+    def completion(
         self,
         request: SearchFields,
         chat: ChatRequest,
-        draft: SearchDraft,
+        prompt: SearchPrompt,
         request_id: str,
         timings: Timings,
         slot: Slot,
-    ) -> tuple[Completion, bool]:
-        """Loads the images of a prompt and cuts the prompt if the request asks for it. No decoder
-        is called, and nothing is charged to the tenant's limits.
-
-        Returns:
-            The prompt in the form that `run` takes, and True if the prompt was cut.
+    ) -> Completion:
+        """Returns a prompt in the form that `run` takes.
 
         Raises:
-            TriptychError: the prompt is too long, or an image cannot be served.
+            ModelNotFound: the adapter that the request names is no longer served.
         """
-        service = self.chat
-        max_tokens = service.decoder(request.model).max_model_len
-        images, videos = await service.read_media(draft.draft, slot)
-        units = [image.units for image in images]
-        prompt = service.prompts.expand(draft.draft, units, videos)
-        if (limit := request.truncate_prompt_tokens) is not None:
-            excess = len(prompt.token_ids) - (max_tokens - 1 if limit < 0 else limit)
-            if excess > 0:
-                draft = draft.shortened(excess, self.prompts.placeholders)
-                prompt = service.prompts.expand(draft.draft, units, videos)
-        check_room(len(prompt.token_ids), max_tokens)
-        completion = Completion(
+        service, images, videos = self.chat, prompt.images, prompt.videos
+        expanded = service.prompts.expand(
+            prompt.draft.draft, [image.units for image in images], videos
+        )
+        return Completion(
             request_id=request_id,
             chat=chat,
-            prompt=prompt,
+            prompt=expanded,
             images=[*images, *videos],
             sampling=pb.SamplingParams(
                 top_p=1.0,
@@ -158,9 +194,9 @@ class SearchService:
             adapter=service.adapter(request.model),
             deadline=timings.arrived + service.request_timeout_s,
             timings=timings,
-            encode_sources=[None] * len(prompt.runs),
+            encode_sources=[None] * len(expanded.runs),
+            shares_media=True,
         )
-        return completion, draft.is_cut
 
     async def run(self, completion: Completion) -> FloatArray:
         """Runs a prepared prompt on encoders and a decoder.

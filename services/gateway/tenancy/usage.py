@@ -1,12 +1,11 @@
 """Usage of a tenant's limits by a request, from arrival to end.
 
 A request that would exceed a limit is refused with 429 and the time after which it may be sent
-again. The request itself is counted at its arrival. Tokens are counted once the prompt is known:
-the prompt's tokens and as many as the completion may have. When the request ends, the tokens that
+again. The request itself is counted at its arrival. Tokens are counted once all prompts are known:
+the prompts' tokens and as many as the completions may have. When the request ends, the tokens that
 it did not use are given back.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import InvalidRequest
@@ -74,12 +73,14 @@ class Usage:
         return files.amounts[PIXELS]
 
     async def charge(self, tokens: int, num_choices: int, num_pixels: int) -> None:
-        """Counts a prompt, before any of its images is encoded.
+        """Counts all prompts of the request, before any image is encoded.
 
-        Waits for a lease if the amounts do not fit into this gateway's, for `Times.wait` at most.
+        A request calls it once: an amount that is larger than the limit fits into an empty window,
+        and after a part of the amount was counted, the window is no longer empty. Waits for a lease
+        if the amounts do not fit into this gateway's, for `Times.wait` at most.
 
         Args:
-            tokens: number of tokens of the prompt and of all completions that it may have.
+            tokens: number of tokens of the prompts and of all completions that they may have.
             num_choices: number of sequences.
             num_pixels: number of pixels of the images and frames.
 
@@ -95,17 +96,15 @@ class Usage:
         amounts = (0, tokens, num_pixels, 0, num_choices)
         await self._charge(Charge(self.quota, amounts, amounts))
 
-    def correct(self, used_tokens: Sequence[int]) -> None:
-        """Gives back the tokens that were not used.
+    def correct(self, used_tokens: int) -> None:
+        """Gives back the tokens of the charge that were not used.
 
         Args:
-            used_tokens: number of prompt and completion tokens of each charged prompt, in the order
-                of the charges. Prompts that are missing at the end have used none.
+            used_tokens: number of prompt and completion tokens of all prompts of the request.
         """
-        entries = [charge.entry for charge in self._charges if charge.entry is not None]
-        for index, entry in enumerate(entries):
-            used = used_tokens[index] if index < len(used_tokens) else 0
-            self.quota.tokens.correct(entry, used)
+        for charge in self._charges:
+            if charge.entry is not None:
+                self.quota.tokens.correct(charge.entry, used_tokens)
 
     def end(self) -> None:
         """Gives back the request and its sequences, which no longer run."""

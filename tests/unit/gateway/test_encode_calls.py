@@ -42,7 +42,7 @@ def calls(events: list[tuple[str, int]]) -> EncodeCalls:
     runs = [Run(4 * n, 4, Unit((1, 4, 4)), image=n) for n in range(NUM_UNITS)]
     request = SimpleNamespace(
         prompt=SimpleNamespace(runs=runs), images=list(map(Image, range(NUM_UNITS))),
-        adapter=SimpleNamespace(digest=b"", adapts_tower=False), cache_salt=b"",
+        adapter=SimpleNamespace(digest=b"", adapts_tower=False), cache_salt=b"", shares_media=False,
     )  # fmt: skip
     encoders: Any = SimpleNamespace(description=lambda adapter: DescribeEncoderResponse())
     unused: Any = None

@@ -82,7 +82,7 @@ async def use(leases: Leases, who: Tenant, tokens: int) -> None:
     """One request that uses all it asked for; raises RateLimited."""
     async with counting(leases, who) as usage:
         await usage.charge(tokens, 1, 0)
-        usage.correct([tokens])
+        usage.correct(tokens)
 
 
 def num_questions(server: RedisServer) -> int:

@@ -147,7 +147,7 @@ async def test_tokens_per_minute_are_exact():
         try:
             async with counting(leases, tenant) as usage:
                 await usage.charge(size + 100, 1, 0)
-                usage.correct([size + 50])
+                usage.correct(size + 50)
         except RateLimited as refused:
             assert refused.retry_after_s and 0 < refused.retry_after_s <= 60
         else:
