@@ -38,8 +38,8 @@ class Waiter(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Compilation:
-    """A grammar that waits to be compiled, is being compiled or has been compiled. It is in a queue
-    as long as it has not begun and a sequence waits for it.
+    """A grammar that waits to be compiled, is being compiled or has been compiled. A queue
+    has the grammar while a sequence waits and the compilation has not begun.
 
     Attributes:
         source: text of the grammar.
@@ -77,9 +77,9 @@ class Compilations:
         self._num_running = 0
 
     async def wait(self, compilation: Compilation, waiter: Waiter) -> Compiled:
-        """Returns the compiled grammar once it is the turn of one of the tenants that wait for it.
-        If the sequence is cancelled while it waits, its tenant loses the place in the queue, unless
-        another sequence of the tenant waits for the same grammar.
+        """Returns the compiled grammar, for which the sequence waits in the queue. The grammar is
+        compiled when the first of the waiting tenants has a turn. A tenant whose last waiting
+        sequence is cancelled loses the place in the queue.
 
         Raises:
             Overloaded: the grammars of other sequences take all time or memory.

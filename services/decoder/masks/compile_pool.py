@@ -139,9 +139,9 @@ class CompilePool:
     def _join(
         self, key: bytes, source: GrammarSource, tenant: str, *, background: bool
     ) -> CompileJob:
-        """Returns the job of a grammar, with waiters of the tenant. If the job is not running yet,
-        it has a place among the tenant's own jobs, because it may be far behind in the backlog of
-        another tenant that has sent the same grammar.
+        """Returns the job of a grammar, with waiters of the tenant. A job that does
+        not run yet gets a place among the tenant's own jobs. In the backlog of another tenant that
+        has sent the same grammar, the job may be far behind.
 
         Raises:
             Overloaded: too many jobs wait, either of all tenants or of this tenant.
@@ -161,9 +161,8 @@ class CompilePool:
         return job
 
     def _leave(self, job: CompileJob, tenant: str, waiters: Waiters) -> None:
-        """Removes waiters without requests. A job that still waits loses the tenant's place, and is
-        dropped if no other tenant waits for it. A running job continues, because its verdict is
-        stored.
+        """Removes waiters without requests. A waiting job loses the tenant's place, and is dropped
+        with the last place. A running job continues, because its verdict is stored.
         """
         if job.waiters.get(tenant) is not waiters:  # they were refused a place in the slow lane
             return

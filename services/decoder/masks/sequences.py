@@ -56,7 +56,7 @@ class _MaskedSequence:
         drafts: drafts behind these tokens that the engine wants masks for.
         is_slow: True if the grammar takes long to compile.
         tenant: tenant that is charged for the compilation of the grammar.
-        background: True if its compilation comes behind those of other sequences.
+        background: True if the compilation of the grammar comes behind those for requests.
         matcher: matcher of the sequence. None until the grammar has been compiled.
         thread: thread that uses the matcher and the row. None if the event loop uses them.
         task: task that waits for the thread. None before the first one.

@@ -3,9 +3,9 @@
 A *segment* is the part of a video from one key frame to the next. A *lane* is a thread with a
 decoder of its own that has the video open. A lane decodes the units of one segment in the order of
 their frames, even if a later unit of the segment has a lower rank, and then takes another segment.
-The lane's turn has the lowest rank of the units that wait for the lane, because the unit with this
-rank waits for those before it. A video has one lane, and further lanes only while threads and
-memory are free. Between two units of a lane, images and other videos have their turns.
+The lane's turn has the lowest rank of the units that wait for the lane: the unit with this rank
+waits for earlier units of the segment. A video has one lane, and further lanes only while threads
+and memory are free. Between two units of a lane, images and other videos have their turns.
 """
 
 import threading
@@ -50,8 +50,8 @@ class _Video:
     may_move: bool = False
 
     def lowest_rank(self, lane: int) -> float:
-        """Returns the lowest rank of the units that wait for the lane: those of its segment, and
-        those of segments that no lane has.
+        """Returns the lowest rank of the units of the lane's segment and of segments without a
+        lane.
         """
         others = {segment for other, segment in self.lanes.items() if other != lane}
         return min(

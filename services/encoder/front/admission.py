@@ -42,9 +42,9 @@ class AdmittedImage:
 class Admission:
     """Counts the images in work, and ranks the images that wait. One event loop uses it.
 
-    A tenant is charged for the images that the tower computes. An image is charged when it enters,
-    and its cost is given back if it leaves before it was computed, for example because Redis has
-    the embedding.
+    A tenant is charged for the images that the tower computes. An image is charged when it enters.
+    The cost of an image that leaves uncomputed, for example because Redis has the embedding, is
+    given back.
 
     Args:
         max_patches: the most patches of all images in work, before merging.

@@ -1,8 +1,8 @@
 """The images and videos of a request with several prompts, each loaded once.
 
 All pairs of a rerank request have the query's image, for example. `SharedMedia` loads the distinct
-sources of all prompts before the first prompt runs, so that a source is fetched once, its bytes are
-in memory once, and `RequestMemory` counts them once.
+sources of all prompts before the first prompt runs, so that each source is fetched once, and is in
+memory and in `RequestMemory` once.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -51,7 +51,7 @@ class SharedMedia:
     def of(self, draft: Draft) -> tuple[list[Image], list[Video]]:
         """Returns the images and the videos of a prompt, whose sources have been loaded.
 
-        Each has the place that it has in this prompt, and its bytes are those of all prompts.
+        An image or a video has the place of this prompt, and shares its bytes with all prompts.
 
         Raises:
             InvalidRequest: the videos of the prompt have too many frames together.
@@ -71,8 +71,8 @@ class SharedMedia:
         return images, videos
 
     def called_bytes(self, drafts: Iterable[Draft]) -> int:
-        """Returns the number of bytes that the encode calls of one prompt carry, if these bytes are
-        carried for a prompt before it, too. It is the largest such number of all prompts.
+        """Returns the largest number of bytes that the encode calls of any prompt carry although an
+        earlier prompt's calls carry the same bytes.
         """
         most, seen = 0, set[Hashable]()
         for draft in drafts:
