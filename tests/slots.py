@@ -4,7 +4,7 @@ from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.request_memory import MemoryBudget, RequestMemory
 from services.gateway.tenancy.slot import Slot
 from services.gateway.tenancy.tenants import Limits, Tenant
-from services.gateway.tenancy.usage import Usage
+from services.gateway.tenancy.usage import counting
 
 
 def slot_of(
@@ -13,5 +13,4 @@ def slot_of(
     """A slot of a tenant without limits. Defaults to 1 GiB of memory."""
     leases = Leases()
     found = Tenant(tenant, Limits(), shares_caches=True, is_background=is_background)
-    usage = Usage(leases.quota(found), leases)
-    return Slot(found, usage, memory or RequestMemory(MemoryBudget(1 << 30)))
+    return Slot(found, counting(leases, found), memory or RequestMemory(MemoryBudget(1 << 30)))

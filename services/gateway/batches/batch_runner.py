@@ -39,17 +39,17 @@ from services.gateway.batches.batch_store import (
     LineError,
 )
 from services.gateway.batches.line_caller import LineCaller
-from services.gateway.batches.line_turns import LineTurns
+from services.gateway.batches.line_turns import BatchTurns, LineTurn, LineTurns
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.chat import ChatService
 from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.leases import Leases
-from services.gateway.tenancy.quota import KINDS
 from services.gateway.tenancy.tenants import Identity, Keyring
 
 log = logging.getLogger(__name__)
 
 _MAX_BATCHES = 16
+_MAX_STOPPED = 4  # batches with a reason to stop that are claimed at a time, beyond those above
 # Calls of a line that may fail because of lost services or the deadline. Two decoders may end in
 # each of them.
 _MAX_FAILURES = 3
@@ -76,7 +76,8 @@ class RunnerBounds:
         retry: before the first retry of a line. It doubles up to `last_retry`.
         last_retry: before later retries.
         lease: after which the batches of a gateway that has ended are run by others.
-        max_lines: most lines of batches that a gateway runs at a time.
+        max_lines: most lines that a gateway runs at a time. A batch has at most as many lines that
+            run or wait for a retry.
     """
 
     tick: float = 0.5
@@ -93,6 +94,7 @@ class _Running:
 
     Attributes:
         record: the batch, as it was at the last renewal.
+        turns: turns of its lines.
         stop: reason to stop: `cancelled`, `expired`, `full`, `no key`, `lost` or `draining`. Empty
             if none.
         is_waiting: true while no further line begins because the files of all tenants together
@@ -101,6 +103,7 @@ class _Running:
 
     lease: Lease
     record: BatchRecord
+    turns: BatchTurns
     stop: str = ""
     is_waiting: bool = False
     lines: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
@@ -214,6 +217,12 @@ class BatchRunner:
             await self._decide(running)
 
     async def _claim(self) -> None:
+        # To end a batch needs no decoder, and must not wait for other batches of its tenant.
+        while sum(bool(running.stop) for running in self._running) < _MAX_STOPPED:
+            lease = await self.store.claim_stopped()
+            if lease is None:
+                break
+            await self._begin(lease)
         if not self._service.ready():
             return
         while len(self._running) < _MAX_BATCHES:
@@ -221,10 +230,11 @@ class BatchRunner:
             lease = await self.store.claim(self._service.model_name, busy)
             if lease is None:
                 return
-            try:
-                running = _Running(lease, await self.store.renew(lease))
-            except LeaseLost:
-                continue
+            await self._begin(lease)
+
+    async def _begin(self, lease: Lease) -> None:
+        with suppress(LeaseLost):
+            running = _Running(lease, await self.store.renew(lease), self._turns.of_batch())
             # Otherwise each new batch of a tenant without room would run lines until the next look.
             await self._decide(running)
             self._running.append(running)
@@ -237,7 +247,7 @@ class BatchRunner:
         A batch fails if its own tenant's files take too many bytes. If those of all tenants do, it
         waits: others can be the cause, and files are deleted and expire.
         """
-        if reason := _reason_to_stop(running.record):
+        if reason := running.record.reason_to_stop:
             self._stop(running, reason)
             return
         own, shared = await self.store.files.room_for_results(running.lease.tenant)
@@ -297,7 +307,8 @@ class BatchRunner:
     async def _check(self, running: _Running) -> list[LineError]:
         """Returns why a batch fails before a line of it runs. Empty if its lines can run."""
         lease, record = running.lease, running.record
-        if self._keyring.of_tenant(lease.tenant) is None:
+        # A gateway of another model, which ends the batch, may not know the tenant.
+        if not running.stop and self._keyring.of_tenant(lease.tenant) is None:
             return [LineError("no_api_key", "the tenant has no valid API key any more")]
         if (await self.store.counts(lease.name))["claims"] > _MAX_CLAIMS:
             message = f"{_MAX_CLAIMS} gateways ended while they ran a line of the batch"
@@ -316,7 +327,7 @@ class BatchRunner:
             running.record = await self.store.start(lease, total)
             # Another gateway may have cancelled the batch meanwhile. Its record then has no number
             # of lines, without which their results cannot be read.
-            running.stop = running.stop or _reason_to_stop(running.record)
+            running.stop = running.stop or running.record.reason_to_stop
         return faults
 
     async def _run_lines(self, running: _Running) -> None:
@@ -333,11 +344,14 @@ class BatchRunner:
             index += 1
             if index in done:
                 continue
-            identity = await self._turn(running)
-            task = asyncio.create_task(self._run_line(running, index, line, identity))
+            while len(running.lines) >= self._bounds.max_lines:
+                await asyncio.wait(running.lines, return_when=asyncio.FIRST_COMPLETED)
+            turn = LineTurn(running.turns)
+            identity = await self._take_turn(running, turn)
+            task = asyncio.create_task(self._run_line(running, index, line, identity, turn))
             running.lines.add(task)
             task.add_done_callback(running.lines.discard)
-            task.add_done_callback(lambda _: self._turns.release())
+            task.add_done_callback(lambda _, turn=turn: turn.release())
             # When the number of lines doubles, requests need not wait until all have begun.
             await asyncio.sleep(0)
         while running.lines:
@@ -345,7 +359,7 @@ class BatchRunner:
         if running.stop:
             raise _Stopped
 
-    async def _turn(self, running: _Running) -> Identity:
+    async def _take_turn(self, running: _Running, turn: LineTurn) -> Identity:
         """Takes a turn for a line when its tenant has room for it, and returns the tenant.
 
         Raises:
@@ -353,10 +367,10 @@ class BatchRunner:
         """
         while True:
             identity = await self._wait_for_room(running)
-            await self._turns.take()
-            if self._has_room(identity) and not running.stop:
+            await turn.take()
+            if self._leases.has_room_for_line(identity.tenant) and not running.stop:
                 return identity
-            self._turns.release()  # The lines before it have taken the room.
+            turn.release()  # The lines before it have taken the room.
 
     async def _wait_for_room(self, running: _Running) -> Identity:
         """Waits until a batch may take more of its tenant's limits, and returns the tenant.
@@ -370,24 +384,29 @@ class BatchRunner:
             identity = self._keyring.of_tenant(running.lease.tenant)
             if identity is None:
                 running.stop = "no key"
-            elif not running.is_waiting and self._service.ready() and self._has_room(identity):
+            elif (
+                not running.is_waiting
+                and self._service.ready()
+                and self._leases.has_room_for_line(identity.tenant)
+            ):
                 return replace(identity, key_id=running.record.key_id)
             else:
                 await asyncio.sleep(self._bounds.tick)
         raise _Stopped
 
-    def _has_room(self, identity: Identity) -> bool:
-        quota = self._leases.quota(identity.tenant)
-        used, others = quota.used(), quota.leased_by_others
-        return all(
-            limit is None or used[kind] + others[kind] < max(1, limit // 2)
-            for kind, limit in zip(KINDS, quota.limits, strict=True)
-        )
-
     async def _run_line(
-        self, running: _Running, index: int, data: bytes, identity: Identity
+        self, running: _Running, index: int, data: bytes, identity: Identity, turn: LineTurn
     ) -> None:
-        """Runs a line until it has a result, and stores the result."""
+        """Runs a line until it has a result, and stores the result.
+
+        Args:
+            running: the batch.
+            index: index of the line.
+            data: the line.
+            identity: tenant of the batch.
+            turn: turn of the line, which is released while the line waits to be tried again, so
+                that lines of other batches run meanwhile.
+        """
         lease, line = running.lease, parse_line(data)
         line_id = f"batch_req_{lease.batch_id.removeprefix('batch_')}_{index}"
         num_failures, wait_s = 0, self._bounds.retry
@@ -407,10 +426,15 @@ class BatchRunner:
             if running.stop:
                 return
             self._metrics.batch_lines("retried").inc()
+            running.turns.note_refusal()
+            turn.release()
             await asyncio.sleep(wait_s * (0.5 + random.random() / 2))
             wait_s = min(2 * wait_s, self._bounds.last_retry)
-            while not (self._service.ready() and self._has_room(identity)):  # noqa: ASYNC110
-                await asyncio.sleep(self._bounds.tick)
+            try:
+                identity = await self._take_turn(running, turn)
+            except _Stopped:
+                return
+        running.turns.note_result()
         is_answer = answer.status == 200
         result = result_of(line_id, line.custom_id, answer.status, line_id, answer.body)
         self._metrics.batch_lines("completed" if is_answer else "failed").inc()
@@ -489,9 +513,3 @@ class BatchRunner:
             return False
         await self.store.add(lease, ERRORS, errors)
         return True
-
-
-def _reason_to_stop(record: BatchRecord) -> str:
-    if record.status == "cancelling":
-        return "cancelled"
-    return "expired" if time.time() >= record.expires_at else ""

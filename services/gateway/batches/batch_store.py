@@ -33,6 +33,9 @@ OPEN_STATUSES = frozenset(("validating", "in_progress", "finalizing", "cancellin
 OUTPUT, ERRORS = "output", "errors"
 _NUM_WRITES = 128  # of a transaction
 _COUNTS = ("completed", "failed", "output_bytes", "errors_bytes", "claims")
+# Sorted set of the batches of all models that have not ended, by the Unix time at which they have
+# to stop: the end of the completion window, or 0 for a batch that was cancelled.
+_STOPS = "stops"
 
 
 class LineError(Struct):
@@ -92,6 +95,13 @@ class BatchRecord(Struct, omit_defaults=True):
         """True until the batch has ended."""
         return self.status in OPEN_STATUSES
 
+    @property
+    def reason_to_stop(self) -> str:
+        """The reason to stop an open batch: `cancelled` or `expired`. Empty if there is none."""
+        if self.status == "cancelling":
+            return "cancelled"
+        return "expired" if time.time() >= self.expires_at else ""
+
 
 _decoder = msgspec.json.Decoder(BatchRecord)
 
@@ -118,6 +128,11 @@ class Lease:
     def check(self) -> Check:
         """The condition that the lease is still held."""
         return Check(f"lease:{self.name}", self.token)
+
+    @property
+    def free(self) -> Check:
+        """The condition that no gateway has a lease on the batch."""
+        return Check(f"lease:{self.name}", None)
 
 
 class LeaseLost(Exception):
@@ -161,6 +176,7 @@ class BatchStore:
                 ("zadd", f"batches:{tenant}", record.created_at, record.id),
                 ("zadd", f"active:{tenant}", record.created_at, record.id),
                 ("zadd", f"open:{record.model}", record.created_at, name),
+                ("zadd", _STOPS, record.expires_at, name),
             ],
         )
 
@@ -193,7 +209,7 @@ class BatchStore:
         return {key: int(value or 0) for key, value in zip(_COUNTS, found, strict=True)}
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Begins to cancel a batch, which the gateway that runs it then ends.
+        """Begins to cancel a batch. The gateway that has its lease, or any gateway, ends the batch.
 
         Raises:
             NotFound: the tenant has no such batch.
@@ -215,21 +231,59 @@ class BatchStore:
             model: name of this gateway's model.
             busy: tenants of which this gateway runs a batch.
         """
-        token = os.urandom(16)
         for name in await self._state.members(f"open:{model}"):
-            tenant, _, batch_id = name.rpartition("/")
-            if tenant in busy or await self._state.get(f"lease:{name}") is not None:
-                continue
-            lease = Lease(tenant, batch_id, token)
-            if await self._state.get(f"batch:{name}") is None:
-                writes = [("zrem", f"open:{model}", name), ("zrem", f"active:{tenant}", batch_id)]
-                await self._state.transact((), writes)
-            elif await self._state.transact(
-                [Check(f"lease:{name}", None)],
-                [self._renewal(lease), ("hincrby", f"counts:{name}", "claims", 1)],
-            ):
+            tenant = name.rpartition("/")[0]
+            if tenant not in busy and (lease := await self._claim(name, f"open:{model}")):
                 return lease
         return None
+
+    async def claim_stopped(self) -> Lease | None:
+        """Takes the lease of a batch that has a reason to stop and that no gateway runs.
+
+        The batch may be of any model, because no gateway of its model may be left, and of any
+        tenant, because other batches of the tenant may run for days.
+
+        Returns:
+            The lease. None if there is no such batch.
+        """
+        for name in await self._state.members(_STOPS, time.time()):
+            if lease := await self._claim(name, _STOPS, is_stopped=True):
+                return lease
+        return None
+
+    async def _claim(self, name: str, listed: str, *, is_stopped: bool = False) -> Lease | None:
+        """Takes the lease of a batch. Returns None if a gateway has it.
+
+        Args:
+            name: names of the tenant and of the batch.
+            listed: key of the sorted set that lists the batch.
+            is_stopped: true to take the lease only if the batch has a reason to stop.
+        """
+        if await self._state.get(f"lease:{name}") is not None:
+            return None
+        tenant, _, batch_id = name.rpartition("/")
+        found = await self._find(tenant, batch_id)
+        if found is None:  # Redis has evicted the record.
+            writes: list[Write] = [
+                ("zrem", listed, name),
+                ("zrem", _STOPS, name),
+                ("zrem", f"active:{tenant}", batch_id),
+                ("zrem", f"batches:{tenant}", batch_id),
+                ("del", f"counts:{name}"),
+            ]
+            await self._state.transact([Check(f"batch:{name}", None)], writes)
+            return None
+        record, data = found
+        if is_stopped and not record.reason_to_stop:
+            return None
+        lease = Lease(tenant, batch_id, os.urandom(16))
+        # The gateway that had the lease may have ended the batch since the list was read. A batch
+        # that has ended is left alone: to end it twice would lose its results.
+        is_taken = record.is_open and await self._state.transact(
+            [lease.free, Check(f"batch:{name}", data)],
+            [self._renewal(lease), ("hincrby", f"counts:{name}", "claims", 1)],
+        )
+        return lease if is_taken else None
 
     async def renew(self, lease: Lease) -> BatchRecord:
         """Extends a lease, and returns the batch.
@@ -337,6 +391,7 @@ class BatchStore:
                 ("set", f"batch:{name}", msgspec.json.encode(record)),
                 ("zrem", f"open:{record.model}", name),
                 ("zrem", f"active:{tenant}", record.id),
+                ("zrem", _STOPS, name),
                 ("zadd", ENDS, now + LIFETIME_S, f"batch:{name}"),
                 ("del", f"counts:{name}"),
                 ("del", lease.check.key),
@@ -423,8 +478,11 @@ class BatchStore:
         checks = [Check(f"batch:{tenant}/{batch_id}", data)]
         if lease is not None:
             checks.append(lease.check)
-        write = ("set", f"batch:{tenant}/{batch_id}", msgspec.json.encode(record))
-        return await self._state.transact(checks, [write])
+        name = f"{tenant}/{batch_id}"
+        writes: list[Write] = [("set", f"batch:{name}", msgspec.json.encode(record))]
+        if status == "cancelling":
+            writes.append(("zadd", _STOPS, 0, name))
+        return await self._state.transact(checks, writes)
 
 
 async def check_input(files: BatchFiles, tenant: str, file_id: str) -> FileRecord:

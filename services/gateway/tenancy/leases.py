@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 # number of gateways. So 10 gateways ask for a quarter of the free amount in total.
 _HEADROOM = 4
 _REPLY_TIMEOUT_S = 1.0
+_SMALLEST: Amounts = (1,) * len(KINDS)
 _FIRST_RETRY_S = 0.05
 # The other gateways' leases on all tenants are read this often; they are used when Redis is lost.
 _ALL_TENANTS_S = 1.0
@@ -181,6 +182,10 @@ class Leases:
         """Returns the rate-limit headers for responses to a tenant."""
         return self.quota(tenant).headers(self.division)
 
+    def has_room_for_line(self, tenant: Tenant) -> bool:
+        """Returns whether a small line of a batch of a tenant would fit into half of each limit."""
+        return self.quota(tenant).exceeded_half(_SMALLEST, NOTHING, self.division) is None
+
     async def charge(self, charge: Charge) -> None:
         """Takes a charge as soon as it fits, without waiting if it fits into the leases.
 
@@ -188,6 +193,8 @@ class Leases:
             RateLimited: the charge does not fit, and nothing was taken.
         """
         quota = charge.quota
+        if charge.held is not None:
+            quota.check_half(charge.required, charge.held, self.division)
         if self.division is not None:
             quota.check_divided(charge.required, self.division)
         elif (kind := quota.exceeded_kind(charge.required)) is not None:
@@ -239,8 +246,16 @@ class Leases:
         self._in_report, self._waiting = self._waiting, []
         waiting: dict[str, list[int]] = {}
         for waiter in self._in_report:
-            sums = waiting.setdefault(waiter.charge.quota.tenant, [0] * len(KINDS))
-            for kind, amount in enumerate(waiter.charge.required):
+            charge = waiter.charge
+            sums = waiting.setdefault(charge.quota.tenant, [0] * len(KINDS))
+            # Lines that exceed the half together must not lease what requests need.
+            if charge.held is not None and not waiter.done.done():
+                try:
+                    charge.quota.check_half(charge.required, charge.held, self.division, sums)
+                except RateLimited as error:
+                    waiter.done.set_exception(error)
+                    continue
+            for kind, amount in enumerate(charge.required):
                 sums[kind] += amount
         reports = [self._make_report(name, amounts) for name, amounts in waiting.items()]
         if (now := self._clock()) >= self._sync_at:
@@ -366,6 +381,8 @@ class Leases:
     def _take_or_refuse(self, charge: Charge) -> None:
         """Takes a charge. Raises RateLimited if it does not fit."""
         quota, required = charge.quota, charge.required
+        if charge.held is not None:  # Other gateways may have taken it meanwhile.
+            quota.check_half(required, charge.held, self.division)
         if self.division is not None:
             quota.check_divided(required, self.division)
         elif (kind := quota.exceeded_kind(required, is_current=True)) is not None:

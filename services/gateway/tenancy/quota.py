@@ -225,6 +225,65 @@ class Quota:
                 found = entry
         return found
 
+    def exceeded_half(
+        self,
+        amounts: Amounts,
+        held: Amounts,
+        division: Division | None,
+        waiting: Amounts = NOTHING,
+    ) -> int | None:
+        """Returns the first kind of which a line of a batch would use more than half of the limit.
+
+        Requests of the tenant count toward the half, too, and find the rest of the limit free. A
+        line that is larger than the half may use more while less than the half is used. It could
+        never run otherwise.
+
+        `leased_by_others` may be old, and the sum is exact still: a line is admitted only within
+        this gateway's lease, and other gateways learn of the lease before theirs grow.
+
+        Args:
+            amounts: amount of each kind that the line asks for.
+            held: amounts that the line has taken before.
+            division: current division. None while Redis counts for all gateways.
+            waiting: amounts for which other charges wait.
+
+        Returns:
+            The kind. None if all amounts fit.
+        """
+        is_steady = division is not None and self._clock() - division.since >= self._window_s
+        for kind, limit in enumerate(self.limits):
+            if limit is None or not (amount := amounts[kind]):
+                continue
+            used = self.meters[kind].used + waiting[kind]
+            share = limit if division is None else division.share(limit)
+            # Once a division is a window old, the others' last report says nothing any more.
+            used_by_all = used if is_steady else used + self.leased_by_others[kind]
+            if not (
+                _fits_half(used, amount, held[kind], share)
+                and _fits_half(used_by_all, amount, held[kind], limit)
+            ):
+                return kind
+        return None
+
+    def check_half(
+        self,
+        amounts: Amounts,
+        held: Amounts,
+        division: Division | None,
+        waiting: Amounts = NOTHING,
+    ) -> None:
+        """Checks that a line of a batch uses at most half of each limit, see `exceeded_half`.
+
+        The refusal is not remembered: the tenant's requests may still fit, and other gateways need
+        not leave anything to this one.
+
+        Raises:
+            RateLimited: an amount does not fit.
+        """
+        if (kind := self.exceeded_half(amounts, held, division, waiting)) is not None:
+            message = f"the half of {self.limits[kind]} {_NAMES[kind]} that batches may use is used"
+            raise RateLimited(message, retry_after_s=1)
+
     # While Redis counts for all gateways
 
     def exceeded_kind(self, amounts: Amounts, *, is_current: bool = False) -> int | None:
@@ -360,6 +419,8 @@ class Charge:
         amounts: amount of each kind that is counted.
         required: amount of each kind that has to fit before anything is counted.
         entry_of: kind that `entry` belongs to, TOKENS or PIXELS.
+        held: amounts that the request has taken before, if the request is a line of a batch, which
+            may only use half of each limit. None for other requests.
         entry: entry of that kind. None if the charge was not taken or the kind has no limit.
         is_taken: true if the amounts were counted.
     """
@@ -368,9 +429,23 @@ class Charge:
     amounts: Amounts
     required: Amounts
     entry_of: int = TOKENS
+    held: Amounts | None = None
     entry: Entry | None = None
     is_taken: bool = False
 
     def take(self) -> None:
         """Counts the amounts without checking limits."""
         self.entry, self.is_taken = self.quota.take(self.amounts, self.entry_of), True
+
+
+def _fits_half(used: int, amount: int, held: int, limit: int) -> bool:
+    """Returns whether an amount of a line fits into half of a limit; see `Quota.exceeded_half`.
+
+    Args:
+        used: used amount, that of the line included.
+        amount: amount that the line asks for.
+        held: amount that the line has taken before.
+        limit: the limit.
+    """
+    half = max(1, limit // 2)
+    return used + amount <= half or (held + amount > half and used - held < half)

@@ -3,14 +3,23 @@
 A request that would exceed a limit is refused with 429 and the time after which it may be sent
 again. The request itself is counted at its arrival. Tokens are counted once all prompts are known:
 the prompts' tokens and as many as the completions may have. When the request ends, the tokens that
-it did not use are given back.
+it did not use are given back. A line of a batch may only use half of each limit.
 """
 
 from dataclasses import dataclass, field
 
 from services.common.errors import InvalidRequest
 from services.gateway.tenancy.leases import Leases
-from services.gateway.tenancy.quota import PIXELS, RUNNING, SEQUENCES, Charge, Quota
+from services.gateway.tenancy.quota import (
+    NOTHING,
+    PIXELS,
+    RUNNING,
+    SEQUENCES,
+    TOKENS,
+    Amounts,
+    Charge,
+    Quota,
+)
 from services.gateway.tenancy.tenants import Tenant
 
 # Amounts that have to fit when a request arrives, and amounts that it then takes. A request whose
@@ -27,17 +36,21 @@ class Usage:
     Attributes:
         quota: quota of the request's tenant.
         leases: leases of this gateway, which admit charges.
+        is_background: true for a line of a batch, which may only use half of each limit.
     """
 
     quota: Quota
     leases: Leases
+    is_background: bool = False
     _charges: list[Charge] = field(default_factory=list[Charge])
     # The charge for bytes of videos whose prompt is not charged yet.
     _files: Charge | None = None
+    # Sums of `_charges`, kept for lines of batches.
+    _held: Amounts = NOTHING
 
     async def __aenter__(self) -> "Usage":
         try:
-            await self._charge(Charge(self.quota, _ARRIVAL, _ARRIVAL_REQUIRED))
+            await self._charge(_ARRIVAL, _ARRIVAL_REQUIRED)
         except BaseException:
             self.end()
             raise
@@ -56,7 +69,7 @@ class Usage:
             RateLimited: the tenant has too few pixels left in this minute.
         """
         amounts = (0, 0, self._release_files() + num_bytes, 0, 0)
-        self._files = Charge(self.quota, amounts, amounts, entry_of=PIXELS)
+        self._files = self._new_charge(amounts, amounts, entry_of=PIXELS)
         await self.leases.charge(self._files)
 
     def _release_files(self) -> int:
@@ -94,7 +107,7 @@ class Usage:
             raise InvalidRequest(message, param="n")
         num_pixels = max(num_pixels, self._release_files())
         amounts = (0, tokens, num_pixels, 0, num_choices)
-        await self._charge(Charge(self.quota, amounts, amounts))
+        await self._charge(amounts, amounts)
 
     def correct(self, used_tokens: int) -> None:
         """Gives back the tokens of the charge that were not used.
@@ -111,9 +124,16 @@ class Usage:
         for kind in (RUNNING, SEQUENCES):
             self.quota.meters[kind].add(-self._taken(kind))
 
-    async def _charge(self, charge: Charge) -> None:
+    async def _charge(self, amounts: Amounts, required: Amounts) -> None:
+        charge = self._new_charge(amounts, required)
         self._charges.append(charge)
         await self.leases.charge(charge)
+        if self.is_background:
+            self._held = tuple(map(sum, zip(self._held, amounts, strict=True)))
+
+    def _new_charge(self, amounts: Amounts, required: Amounts, entry_of: int = TOKENS) -> Charge:
+        held = self._held if self.is_background else None
+        return Charge(self.quota, amounts, required, entry_of, held)
 
     def _taken(self, kind: int) -> int:
         return sum(charge.amounts[kind] for charge in self._charges if charge.is_taken)
@@ -127,4 +147,4 @@ def counting(leases: Leases, tenant: Tenant) -> Usage:
         RateLimited: the tenant has as many requests as it may have, or has used all its tokens. It
             is raised when the block begins.
     """
-    return Usage(leases.quota(tenant), leases)
+    return Usage(leases.quota(tenant), leases, tenant.is_background)

@@ -403,3 +403,28 @@ async def test_losing_redis_and_finding_it_is_told(
         assert "divided by 2 gateways until Redis counts them" in caplog.text
         await asyncio.to_thread(redis_server.start)
         await until(lambda: all(leases.divided_by == 1 for leases in found))
+
+
+async def test_lines_of_all_gateways_take_half_of_a_limit(redis_server: RedisServer) -> None:
+    """Each gateway's lines are refused by what the lines of the others have taken just now."""
+    requests = tenant(tokens_per_minute=LIMIT)
+    lines = replace(requests, is_background=True)
+    async with gateways(redis_server.url, 3) as found:
+
+        async def try_one(leases: Leases, who: Tenant) -> bool:
+            try:
+                await use(leases, who, 1000)
+            except RateLimited:
+                return False
+            return True
+
+        for _ in range(3):
+            await asyncio.gather(*(try_one(leases, lines) for leases in found for _ in range(8)))
+        used = sum(leases.quota(requests).used()[TOKENS] for leases in found)
+        assert 1000 <= used <= LIMIT // 2
+        # The other half is free for requests, as soon as the gateways have given back what they
+        # had leased beyond their use.
+        for _ in range((LIMIT - used) // 1000):
+            async with asyncio.timeout(PATIENCE_S):
+                while not await try_one(found[2], requests):  # noqa: ASYNC110
+                    await asyncio.sleep(TIMES.sync)

@@ -1,12 +1,15 @@
 """What a request takes of its tenant's limits: a video's file and its frames count once."""
 
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from services.common.errors import RateLimited
 from services.gateway.tenancy.leases import Leases
-from services.gateway.tenancy.quota import PIXELS
+from services.gateway.tenancy.quota import PIXELS, TOKENS
 from services.gateway.tenancy.tenants import Limits, Tenant
 from services.gateway.tenancy.usage import Usage, counting
 
@@ -112,3 +115,82 @@ async def test_without_a_limit_nothing_is_counted() -> None:
     requests = Requests(None)
     await requests.send((1 << 30,), 1 << 30)
     assert requests.used == 0
+
+
+class Lines(AsyncExitStack):
+    """Lines of batches and requests of one tenant that run at the same time.
+
+    Args:
+        gateways: number of gateways that divide the limits, of which this is one.
+        limits: limits of the tenant.
+    """
+
+    def __init__(self, gateways: int = 1, **limits: Any) -> None:
+        super().__init__()
+        self.leases = Leases(gateways=gateways)
+        self._request = Tenant("t", Limits(**limits), shares_caches=False)
+        self.line_tenant = replace(self._request, is_background=True)
+
+    @property
+    def used_tokens(self) -> int:
+        return self.leases.quota(self._request).used()[TOKENS]
+
+    async def line(self) -> Usage:
+        return await self.enter_async_context(counting(self.leases, self.line_tenant))
+
+    async def request(self) -> Usage:
+        return await self.enter_async_context(counting(self.leases, self._request))
+
+
+@pytest.mark.parametrize(("gateways", "num_taken"), [(1, 12), (2, 6)])
+async def test_lines_that_load_at_the_same_time_take_half_of_a_limit(
+    gateways: int, num_taken: int
+) -> None:
+    """All of them have begun before the first one is charged."""
+    async with Lines(gateways, tokens_per_minute=100_000) as lines:
+        begun, taken = [await lines.line() for _ in range(30)], 0
+        for line in begun:
+            try:
+                await line.charge(4000, 1, 0)
+            except RateLimited as error:
+                assert "half" in str(error)
+            else:
+                taken += 1
+        assert taken == num_taken
+        await (await lines.request()).charge(50_000 // gateways, 1, 0)
+
+
+@pytest.mark.parametrize("limit", ["requests_per_minute", "max_requests"])
+async def test_lines_are_at_most_half_of_a_tenants_requests(limit: str) -> None:
+    async with Lines(**{limit: 10}) as lines:
+        for _ in range(5):
+            assert lines.leases.has_room_for_line(lines.line_tenant)
+            await lines.line()
+        assert not lines.leases.has_room_for_line(lines.line_tenant)
+        with pytest.raises(RateLimited):
+            await lines.line()
+        for _ in range(5):
+            await lines.request()
+
+
+async def test_a_line_larger_than_the_half_runs_alone() -> None:
+    """Also if its prompts are charged one by one, as those of a request for vectors."""
+    async with Lines(tokens_per_minute=10_000) as lines:
+        large, second = await lines.line(), await lines.line()
+        for _ in range(4):
+            await large.charge(2000, 1, 0)
+        for tokens in (100, 6000):
+            with pytest.raises(RateLimited):
+                await second.charge(tokens, 1, 0)
+        large.correct([10, 10, 10, 10])
+        await second.charge(6000, 1, 0)
+        assert lines.used_tokens == 6040
+
+
+async def test_a_videos_file_counts_toward_the_half() -> None:
+    async with Lines(pixels_per_minute=100) as lines:
+        line, other = await lines.line(), await lines.line()
+        await line.charge_file(40)
+        with pytest.raises(RateLimited):
+            await other.charge_file(20)
+        await line.charge(1, 1, 50)
