@@ -184,7 +184,7 @@ class Leases:
 
     def has_room_for_line(self, tenant: Tenant) -> bool:
         """Returns whether a small line of a batch of a tenant would fit into half of each limit."""
-        return self.quota(tenant).exceeded_half(_SMALLEST, NOTHING, self.division) is None
+        return self.quota(tenant).exceeded_half(_SMALLEST, self.division) is None
 
     async def charge(self, charge: Charge) -> None:
         """Takes a charge as soon as it fits, without waiting if it fits into the leases.
@@ -193,8 +193,8 @@ class Leases:
             RateLimited: the charge does not fit, and nothing was taken.
         """
         quota = charge.quota
-        if charge.held is not None:
-            quota.check_half(charge.required, charge.held, self.division)
+        if charge.is_of_line:
+            quota.check_half(charge.required, self.division)
         if self.division is not None:
             quota.check_divided(charge.required, self.division)
         elif (kind := quota.exceeded_kind(charge.required)) is not None:
@@ -249,9 +249,9 @@ class Leases:
             charge = waiter.charge
             sums = waiting.setdefault(charge.quota.tenant, [0] * len(KINDS))
             # Lines that exceed the half together must not lease what requests need.
-            if charge.held is not None and not waiter.done.done():
+            if charge.is_of_line and not waiter.done.done():
                 try:
-                    charge.quota.check_half(charge.required, charge.held, self.division, sums)
+                    charge.quota.check_half(charge.required, self.division, sums)
                 except RateLimited as error:
                     waiter.done.set_exception(error)
                     continue
@@ -381,8 +381,8 @@ class Leases:
     def _take_or_refuse(self, charge: Charge) -> None:
         """Takes a charge. Raises RateLimited if it does not fit."""
         quota, required = charge.quota, charge.required
-        if charge.held is not None:  # Other gateways may have taken it meanwhile.
-            quota.check_half(required, charge.held, self.division)
+        if charge.is_of_line:  # Other gateways may have taken it meanwhile.
+            quota.check_half(required, self.division)
         if self.division is not None:
             quota.check_divided(required, self.division)
         elif (kind := quota.exceeded_kind(required, is_current=True)) is not None:

@@ -228,7 +228,6 @@ class Quota:
     def exceeded_half(
         self,
         amounts: Amounts,
-        held: Amounts,
         division: Division | None,
         waiting: Amounts = NOTHING,
     ) -> int | None:
@@ -243,7 +242,6 @@ class Quota:
 
         Args:
             amounts: amount of each kind that the line asks for.
-            held: amounts that the line has taken before.
             division: current division. None while Redis counts for all gateways.
             waiting: amounts for which other charges wait.
 
@@ -258,17 +256,13 @@ class Quota:
             share = limit if division is None else division.share(limit)
             # Once a division is a window old, the others' last report says nothing any more.
             used_by_all = used if is_steady else used + self.leased_by_others[kind]
-            if not (
-                _fits_half(used, amount, held[kind], share)
-                and _fits_half(used_by_all, amount, held[kind], limit)
-            ):
+            if not (_fits_half(used, amount, share) and _fits_half(used_by_all, amount, limit)):
                 return kind
         return None
 
     def check_half(
         self,
         amounts: Amounts,
-        held: Amounts,
         division: Division | None,
         waiting: Amounts = NOTHING,
     ) -> None:
@@ -280,7 +274,7 @@ class Quota:
         Raises:
             RateLimited: an amount does not fit.
         """
-        if (kind := self.exceeded_half(amounts, held, division, waiting)) is not None:
+        if (kind := self.exceeded_half(amounts, division, waiting)) is not None:
             message = f"the half of {self.limits[kind]} {_NAMES[kind]} that batches may use is used"
             raise RateLimited(message, retry_after_s=1)
 
@@ -419,8 +413,7 @@ class Charge:
         amounts: amount of each kind that is counted.
         required: amount of each kind that has to fit before anything is counted.
         entry_of: kind that `entry` belongs to, TOKENS or PIXELS.
-        held: amounts that the request has taken before, if the request is a line of a batch, which
-            may only use half of each limit. None for other requests.
+        is_of_line: True if the request is a line of a batch, which may only use half of each limit.
         entry: entry of that kind. None if the charge was not taken or the kind has no limit.
         is_taken: true if the amounts were counted.
     """
@@ -429,7 +422,7 @@ class Charge:
     amounts: Amounts
     required: Amounts
     entry_of: int = TOKENS
-    held: Amounts | None = None
+    is_of_line: bool = False
     entry: Entry | None = None
     is_taken: bool = False
 
@@ -438,14 +431,13 @@ class Charge:
         self.entry, self.is_taken = self.quota.take(self.amounts, self.entry_of), True
 
 
-def _fits_half(used: int, amount: int, held: int, limit: int) -> bool:
+def _fits_half(used: int, amount: int, limit: int) -> bool:
     """Returns whether an amount of a line fits into half of a limit; see `Quota.exceeded_half`.
 
     Args:
-        used: used amount, that of the line included.
+        used: used amount, without that of the line.
         amount: amount that the line asks for.
-        held: amount that the line has taken before.
         limit: the limit.
     """
     half = max(1, limit // 2)
-    return used + amount <= half or (held + amount > half and used - held < half)
+    return used + amount <= half or (amount > half > used)

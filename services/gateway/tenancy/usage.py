@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from services.common.errors import InvalidRequest
 from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.quota import (
-    NOTHING,
     PIXELS,
     RUNNING,
     SEQUENCES,
@@ -45,8 +44,6 @@ class Usage:
     _charges: list[Charge] = field(default_factory=list[Charge])
     # The charge for bytes of videos whose prompt is not charged yet.
     _files: Charge | None = None
-    # Sums of `_charges`, kept for lines of batches.
-    _held: Amounts = NOTHING
 
     async def __aenter__(self) -> "Usage":
         try:
@@ -128,12 +125,9 @@ class Usage:
         charge = self._new_charge(amounts, required)
         self._charges.append(charge)
         await self.leases.charge(charge)
-        if self.is_background:
-            self._held = tuple(map(sum, zip(self._held, amounts, strict=True)))
 
     def _new_charge(self, amounts: Amounts, required: Amounts, entry_of: int = TOKENS) -> Charge:
-        held = self._held if self.is_background else None
-        return Charge(self.quota, amounts, required, entry_of, held)
+        return Charge(self.quota, amounts, required, entry_of, self.is_background)
 
     def _taken(self, kind: int) -> int:
         return sum(charge.amounts[kind] for charge in self._charges if charge.is_taken)

@@ -174,15 +174,13 @@ async def test_lines_are_at_most_half_of_a_tenants_requests(limit: str) -> None:
 
 
 async def test_a_line_larger_than_the_half_runs_alone() -> None:
-    """Also if its prompts are charged one by one, as those of a request for vectors."""
     async with Lines(tokens_per_minute=10_000) as lines:
         large, second = await lines.line(), await lines.line()
-        for _ in range(4):
-            await large.charge(2000, 1, 0)
+        await large.charge(8000, 4, 0)
         for tokens in (100, 6000):
             with pytest.raises(RateLimited):
                 await second.charge(tokens, 1, 0)
-        large.correct([10, 10, 10, 10])
+        large.correct(40)
         await second.charge(6000, 1, 0)
         assert lines.used_tokens == 6040
 
