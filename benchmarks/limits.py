@@ -98,7 +98,7 @@ class Clients:
             try:
                 await asyncio.sleep(self._load.pause_s)
             finally:
-                usage.correct([used])
+                usage.correct(used)
             self.served.append(Served(at, used))
             self.waits_s.append(at - start)
 
