@@ -28,6 +28,7 @@ from services.common.errors import (
 from services.common.pb import decoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc
 from services.gateway.clients.commands import Commands
+from services.gateway.clients.lost_adapters import LostAdapters
 from services.gateway.clients.pods import Pod, PodDialer, PodState, Pool
 from services.gateway.clients.sent_prompts import PromptChain, Sent, SentPrompts, choose
 from services.gateway.clients.served_model import ServedModel
@@ -272,14 +273,17 @@ class DecoderPod(Pod):
 
 
 class DecoderPool(Pool[DecoderPod]):
-    """All decoders."""
+    """All decoders.
+
+    Attributes:
+        lost_adapters: adapters of decoders that were lost.
+    """
 
     pod = DecoderPod
 
     def __init__(self, addresses: Sequence[str], served: ServedModel, dialer: PodDialer) -> None:
         super().__init__(addresses, served, dialer)
-        # For each adapter of the decoders that were removed: monotonic time of the last report.
-        self._removed_adapters: dict[str, float] = {}
+        self.lost_adapters = LostAdapters(self, dialer)
 
     def _candidates(self) -> list[DecoderPod]:
         """Returns the decoders that accept work and serve the gateway's model.
@@ -311,41 +315,8 @@ class DecoderPool(Pool[DecoderPod]):
         """Returns the loads of the healthy decoders that report their load."""
         return [pod.load for pod in self.healthy() if pod.load is not None]
 
-    def lost_adapters(self) -> list[str]:
-        """Returns the names of the adapters of decoders that were lost and may come back.
-
-        A decoder that restarts has the adapters of its settings again. The gateway does not know
-        which adapters these are, so all are remembered: for `PodTimes.restart_s`, and, because
-        decoders may be scaled to zero, for as long as no decoder is healthy. If a decoder comes
-        back at its address without an adapter, the adapter is forgotten.
-        """
-        oldest = -math.inf
-        if self.healthy():
-            oldest = time.monotonic() - self._dialer.times.restart_s
-        names = [name for name, at in self._removed_adapters.items() if at > oldest]
-        for pod in self.pods:
-            is_lost = not pod.healthy or pod.unlisted
-            if is_lost and not pod.misfit and pod.reported_at > oldest:
-                names += (adapter.name for adapter in pod.adapters)
-        return list(dict.fromkeys(names))
-
-    def forget_adapter(self, name: str) -> None:
-        """Forgets that lost decoders had an adapter, because the adapter was unloaded."""
-        self._removed_adapters.pop(name, None)
-        for pod in self.pods:
-            if not pod.healthy or pod.unlisted:
-                pod.adapters = [adapter for adapter in pod.adapters if adapter.name != name]
-
     async def _remove(self, address: str) -> None:
-        removed = self._removed_adapters
-        if self.healthy():  # Otherwise, all remain, see `lost_adapters`.
-            oldest = time.monotonic() - self._dialer.times.restart_s
-            for name in [name for name, at in removed.items() if at <= oldest]:
-                del removed[name]
-        pod, _ = self._pods[address]
-        if not pod.misfit:
-            for adapter in pod.adapters:
-                removed[adapter.name] = max(removed.get(adapter.name, -math.inf), pod.reported_at)
+        self.lost_adapters.removed(self._pods[address][0])
         await super()._remove(address)
 
     async def reset_prefix_caches(self) -> int:

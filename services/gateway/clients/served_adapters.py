@@ -7,6 +7,7 @@ lists some.
 """
 
 import asyncio
+from collections.abc import Sequence
 
 from services.common.adapter_config import already_loaded
 from services.common.errors import (
@@ -40,16 +41,17 @@ def known_adapters(decoders: DecoderPool) -> list[str]:
     """Returns the names of the adapters that the caller's tenant may use: first the served
     adapters, then the adapters of lost decoders that may come back.
     """
-    lost = filter(_is_allowed, decoders.lost_adapters())
+    lost = filter(_is_allowed, decoders.lost_adapters.names())
     return list(dict.fromkeys((*served_adapters(decoders), *lost)))
 
 
-def check_adapter(decoders: DecoderPool, name: str) -> None:
+def check_adapter(decoders: DecoderPool, name: str, model_names: Sequence[str]) -> None:
     """Checks that an adapter is served to the caller's tenant.
 
     Args:
         decoders: the decoders.
         name: name in a request, which is not the name of the base model.
+        model_names: names of the base model, for the error.
 
     Raises:
         AdapterUnavailable: no healthy decoder has the adapter, and a lost decoder that had it may
@@ -65,9 +67,11 @@ def check_adapter(decoders: DecoderPool, name: str) -> None:
     if _is_allowed(name):
         if not is_served:
             raise Unavailable("no decoder is available", retry_after_s=1)
-        if name in decoders.lost_adapters():
+        if name in decoders.lost_adapters.names():
             raise _absent(name)
-    raise ModelNotFound(f"there is no adapter {name[:100]!r}", param="model")
+    served = ", ".join((*model_names, *known_adapters(decoders)))
+    message = f"the model {name[:100]!r} does not exist; this gateway serves {served}"
+    raise ModelNotFound(message, param="model")
 
 
 def _is_allowed(name: str) -> bool:
@@ -135,12 +139,12 @@ async def unload_adapter(decoders: DecoderPool, name: str) -> None:
     if not healthy:
         raise Unavailable("no decoder is available", retry_after_s=1)
     pods = [pod for pod in healthy if any(a.name == name for a in pod.adapters)]
-    if not pods and name in decoders.lost_adapters():
+    if not pods and name in decoders.lost_adapters.names():
         raise _absent(name)
     if not pods:
         raise ModelNotFound(f"the adapter {name[:100]!r} is not loaded", param="lora_name")
     await asyncio.gather(*(_unload(pod, name) for pod in pods))
-    decoders.forget_adapter(name)
+    decoders.lost_adapters.forget(name)
 
 
 async def _unload(pod: DecoderPod, name: str) -> None:

@@ -90,8 +90,19 @@ class RequestContext:
         return completion
 
     async def charge(self) -> None:
-        """Charges all prepared completions to the tenant's limits, see `ChatService.charge`."""
-        await self.service.charge(self.completions, self.slot)
+        """Charges all prepared completions to the tenant's limits, at once, see `Usage.charge`.
+
+        Raises:
+            TriptychError: the request exceeds a limit of its tenant.
+        """
+        num_tokens = num_choices = 0
+        for each in self.completions:
+            most = each.chat.num_choices * each.sampling.max_tokens
+            num_tokens += len(each.prompt.token_ids) + most
+            num_choices += each.chat.num_choices
+        units = [run.unit for each in self.completions for run in each.prompt.runs]
+        num_pixels = self.service.prompts.num_pixels(units)
+        await self.slot.usage.charge(num_tokens, num_choices, num_pixels)
 
     async def prepare_part(
         self, chat: ChatRequest, timings: Timings | None = None, draft: Draft | None = None

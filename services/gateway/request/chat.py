@@ -1,17 +1,16 @@
 """The service behind all endpoints that generate text: it turns a request into an answer.
 
-`ChatService.prepare` checks the request, loads its images and makes its prompt, and `charge` counts
-the prompts of a request towards its tenant's limits. If the gateway has to refuse the request,
-these two raise the error. `ChatService.answer` then runs the request on an encoder and a decoder,
-and yields `Update`s: new text, tokens or tool calls of one choice. The handlers in `endpoints/`
-call the methods and speak HTTP. All methods raise `TriptychError`s.
+`ChatService.prepare` checks the request, loads its images and makes its prompt. If the gateway has
+to refuse the request, `prepare` raises the error. `ChatService.answer` then runs the request on an
+encoder and a decoder, and yields `Update`s: new text, tokens or tool calls of one choice. The
+handlers in `endpoints/` call both methods and speak HTTP. Both methods raise `TriptychError`s.
 """
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from services.common.errors import InternalError, ModelNotFound, Unavailable
+from services.common.errors import InternalError, Unavailable
 from services.common.pb import decoder_pb2 as pb
 from services.common.threads import WorkerThreads
 from services.gateway.answers.answer_reader import AnswerReader
@@ -19,11 +18,7 @@ from services.gateway.answers.detokenizer import Choice
 from services.gateway.answers.thinking_budget import thinking_budget
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
-from services.gateway.clients.served_adapters import (
-    check_adapter,
-    known_adapters,
-    served_adapters,
-)
+from services.gateway.clients.served_adapters import check_adapter, served_adapters
 from services.gateway.clients.token_event import TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import Update
@@ -88,7 +83,7 @@ class ChatService:
         draft: Draft | None = None,
     ) -> Completion:
         """Checks a request, loads its images and makes its prompt. No decoder is called, and the
-        tokens are not charged yet: see `charge`.
+        tokens are not charged yet: see `RequestContext.charge`.
 
         Args:
             request: parsed request. The parser has checked each field alone; contradictions between
@@ -144,21 +139,6 @@ class ChatService:
         # If the request wants logprobs of its prompt, the prompt must not be too long for that.
         completion.prompt_scores.check(request, len(prompt.token_ids))
         return completion
-
-    async def charge(self, completions: Sequence[Completion], slot: Slot) -> None:
-        """Charges all completions of a request to its tenant's limits.
-
-        Raises:
-            TriptychError: the request exceeds a limit of its tenant.
-        """
-        num_tokens = num_choices = 0
-        for each in completions:
-            num_tokens += (
-                len(each.prompt.token_ids) + each.chat.num_choices * each.sampling.max_tokens
-            )
-            num_choices += each.chat.num_choices
-        units = [run.unit for each in completions for run in each.prompt.runs]
-        await slot.usage.charge(num_tokens, num_choices, self.prompts.num_pixels(units))
 
     async def answer(
         self,
@@ -276,12 +256,7 @@ class ChatService:
         """
         if name is None or name in self.model_names:
             return
-        try:
-            check_adapter(self.decoders, name)
-        except ModelNotFound:
-            served = ", ".join((*self.model_names, *known_adapters(self.decoders)))
-            message = f"the model {name[:100]!r} does not exist; this gateway serves {served}"
-            raise ModelNotFound(message, param="model") from None
+        check_adapter(self.decoders, name, self.model_names)
 
     def adapter(self, name: str | None) -> pb.Adapter:
         """Returns the adapter that a request names. It is without digest for the base model."""

@@ -48,22 +48,22 @@ async def test_adapters_of_removed_decoders_are_remembered_while_they_may_restar
     pool = DecoderPool(["dns:///decoder:1"], ServedModel(), dialer)
     await pool.start()
     await until(lambda: len(pool.healthy()) == 2)
-    assert pool.lost_adapters() == []
+    assert pool.lost_adapters.names() == []
     found.remove("10.0.0.1")
     await until(lambda: {pod.address for pod in pool.pods} == {"10.0.0.2:1"})
-    assert pool.lost_adapters() == ["sql", "both"]
+    assert pool.lost_adapters.names() == ["sql", "both"]
     dialer.times = replace(times, restart_s=0)
-    assert pool.lost_adapters() == []
+    assert pool.lost_adapters.names() == []
     dialer.times = times
-    pool.forget_adapter("both")
-    assert pool.lost_adapters() == ["sql"]
+    pool.lost_adapters.forget("both")
+    assert pool.lost_adapters.names() == ["sql"]
     dialer.times = replace(times, restart_s=0)
     found.append("10.0.0.3")
     await until(lambda: len(pool.healthy()) == 2)
     found.remove("10.0.0.2")
     await until(lambda: {pod.address for pod in pool.pods} == {"10.0.0.3:1"})
     dialer.times = times
-    assert pool.lost_adapters() == ["both"]  # the time of sql was over when this one left
+    assert pool.lost_adapters.names() == ["both"]  # the time of sql was over when this one left
     await pool.close()
 
 
@@ -76,9 +76,9 @@ async def test_adapters_are_remembered_for_as_long_as_no_decoder_is_healthy(repo
     await until(pool.healthy)
     found.clear()
     await until(lambda: not pool.pods)
-    assert pool.lost_adapters() == ["sql"]
+    assert pool.lost_adapters.names() == ["sql"]
     reporting["10.0.0.2:1"] = []
     found.append("10.0.0.2")
     await until(pool.healthy)
-    assert pool.lost_adapters() == []
+    assert pool.lost_adapters.names() == []
     await pool.close()
