@@ -101,8 +101,8 @@ class Tier(ABC, Generic[Inputs]):
 
     @abstractmethod
     async def find(self, lookup: Lookup[Inputs]) -> bool:
-        """Looks for an embedding. If it is found and its bytes are needed, the tier writes them
-        with the `EmbeddingWrite` that `Lookup.place` returns, and commits the entry. When the call
+        """Looks for an embedding. If the bytes of a found embedding are needed, the tier writes
+        them with the `EmbeddingWrite` of `Lookup.place`, and commits the entry. When the call
         has ended, nothing may write to the entry any more, unless the writer has called
         `EmbeddingWrite.retain`.
 

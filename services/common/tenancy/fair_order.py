@@ -6,8 +6,8 @@ piece of work plus the cost of the previous piece over the tenant's weight, or t
 time if the tenant has nothing waiting. The lowest place is served next.
 
 A tenant without waiting work is never behind the backlog of another tenant. Therefore work that
-leaves the queue without being done is given back with `refund`. A report
-with `served` would take the virtual time past waiting work with lower places.
+leaves the queue without being done is given back with `refund`. A report with `served` would take
+the virtual time past waiting work with lower places.
 
 With a single tenant the order is the order of arrival. For example, if `a` submits three pieces of
 cost 1 at virtual time 0 and `b` submits one afterwards, the places are a: 0, 1, 2 and b: 0, so `b`

@@ -38,8 +38,8 @@ class Waiter(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Compilation:
-    """A grammar that waits to be compiled, is being compiled or has been compiled. A queue
-    has the grammar while a sequence waits and the compilation has not begun.
+    """A grammar that waits to be compiled, is being compiled or has been compiled. A queue has the
+    grammar while a sequence waits and the compilation has not begun.
 
     Attributes:
         source: text of the grammar.

@@ -139,9 +139,9 @@ class CompilePool:
     def _join(
         self, key: bytes, source: GrammarSource, tenant: str, *, background: bool
     ) -> CompileJob:
-        """Returns the job of a grammar, with waiters of the tenant. A job that does
-        not run yet gets a place among the tenant's own jobs. In the backlog of another tenant that
-        has sent the same grammar, the job may be far behind.
+        """Returns the job of a grammar, with waiters of the tenant. A job that does not run yet
+        gets a place among the tenant's own jobs, since it may be far behind in the backlog of
+        another tenant that has sent the same grammar.
 
         Raises:
             Overloaded: too many jobs wait, either of all tenants or of this tenant.

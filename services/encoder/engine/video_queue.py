@@ -80,7 +80,7 @@ class VideoQueue:
         return self._jobs[job_id], lane
 
     def done(self, video: str, lane: int, tenant: str) -> None:
-        """Records that a unit has been decoded, so that another thread may take the lane's next.
+        """Records that a unit has been decoded. A thread may then take the lane's next unit.
 
         Args:
             video: name of the video.

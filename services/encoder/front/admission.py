@@ -42,9 +42,9 @@ class AdmittedImage:
 class Admission:
     """Counts the images in work, and ranks the images that wait. One event loop uses it.
 
-    A tenant is charged for the images that the tower computes. An image is charged when it enters.
-    The cost of an image that leaves uncomputed, for example because Redis has the embedding, is
-    given back.
+    A tenant is charged for the images that the tower computes: for each image when it enters. The
+    cost of an image that leaves before it is computed is given back, for example because Redis has
+    the embedding.
 
     Args:
         max_patches: the most patches of all images in work, before merging.

@@ -77,7 +77,7 @@ class EngineClient:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine has jobs."""
+        """Returns whether the engine has jobs."""
         return bool(self._jobs)
 
     def submit(

@@ -40,8 +40,9 @@ class RequestContext:
         exchange: the HTTP request and its response.
         slot: admission slot of the request, with its tenant.
         timings: times of the request's stages.
-        completions: completions that have been prepared for the request, in order. Text completions
-            have one for each prompt, the surfaces of search have none, and the others have one.
+        completions: completions that have been prepared for the request, in order. A request for
+            text completions has as many as prompts, a request for search has none, and every other
+            request has a single completion.
         ended: accounts of completions that are not in `completions`. Search, which may have
             thousands of prompts, adds an account when a prompt ends, so that the prompt is freed.
         paths: names of the client's fields by the names of the chat request's fields, if the
@@ -167,7 +168,8 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What remains of a completion for the accounting of its request.
+    """The numbers that are kept of a completion that has ended, for the limits of its tenant, the
+    metrics and the audit log.
 
     Attributes:
         usage: numbers of tokens of the prompt and of the answer.
