@@ -6,8 +6,8 @@
 Each bound is a start of `triptych serve`, which unknown options go to; `default` is the decoder's.
 Open loops (img1, epd4) send requests at random times, as many a second as `@` says, whether or not
 others are answered; an answer is good if its first token comes within 2 s and later ones within 50
-ms each, on average. Closed loops are rows of `benchmarks.serve`, and text12k_c8, eight prompts of
-12,000 tokens at a time. Results of a bound replace those of an earlier run in the same file.
+ms each, on average. Closed loops are rows of `benchmarks.serve`, by name or by shape, such as
+8x12000+64:32. Results of a bound replace those of an earlier run in the same file.
 `--plot PICTURE` draws the file instead. If the file is a table of rows beside vLLM, as
 data/frontier_beside_vllm.csv, the picture shows first tokens against later ones.
 """
@@ -29,7 +29,7 @@ from benchmarks.client import Connection, Sample, Target
 from benchmarks.serve import run_row
 from benchmarks.startup import serving
 from benchmarks.worker import model_name
-from benchmarks.workloads import ROWS, Row, request_bodies
+from benchmarks.workloads import Row, request_bodies, row_named
 
 GOOD_TTFT_S, GOOD_TPOT_S = 2.0, 0.05
 _TIMEOUT_S = 300.0
@@ -38,8 +38,6 @@ OPEN = {  # the numbers of requests follow from rate and time
     "epd4": Row("epd4", 16, 0, 60, 150, 640, 4),
     "text": Row("text", 32, 0, 500, 128),
 }
-_LONG = Row("text12k_c8", 8, 32, 11_992, 64)
-_CLOSED = {row.name: row for row in (*ROWS, _LONG)}
 _DEFAULT = "img1@24,epd4@10,text_c64,text_c256"
 
 
@@ -86,7 +84,7 @@ def measure(workload: str, url: str, seconds: float, seed: int) -> dict[str, Any
         asyncio.run(open_loop(target, bodies[: row.num_warmup], float(rate)))
         answers = asyncio.run(open_loop(target, bodies[row.num_warmup :], float(rate)))
     else:
-        row = _CLOSED[name]
+        row = row_named(name)
         answers, _ = run_row(row, target, request_bodies(row, model, seed), _TIMEOUT_S)
     return {"workload": workload} | figures(answers)
 
@@ -204,8 +202,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_plot(options.plot, found)
         return 0
     workloads = options.workloads.split(",")
-    if unknown := {w.partition("@")[0] for w in workloads} - (OPEN.keys() | _CLOSED.keys()):
-        parser.error(f"unknown workload {', '.join(sorted(unknown))}")
+    for workload in workloads:
+        name, _, rate = workload.partition("@")
+        if rate and name not in OPEN:
+            parser.error(f"--workloads: unknown open loop {name}; known: {', '.join(OPEN)}")
+        try:
+            _ = rate or row_named(name)
+        except ValueError as error:
+            parser.error(f"--workloads: {error}")
     for bound in (None if b == "default" else float(b) for b in options.bounds.split(",")):
         settings = {} if bound is None else {"DECODER_STEP_MS": str(bound)}
         with serving(options.model, rest, None, **settings) as (url, _):
